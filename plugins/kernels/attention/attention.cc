@@ -1,0 +1,133 @@
+#include "kernels/attention/attention.h"
+
+#include <cmath>
+
+#include "core/op.h"
+#include "kernels/attention/variants.h"
+#include "op_specs.h"
+
+namespace ortplugins {
+namespace {
+
+struct Dims {
+  int64_t batch = 0, seq = 0, heads = 0, dim = 0;
+  AttentionStrides strides;
+};
+
+Dims bind_tensor(const Shape& shape, Layout layout, int64_t heads) {
+  if (shape.rank == 3) {
+    const int64_t dim = heads > 0 ? shape[2] / heads : 0;
+    return {shape[0], shape[1], heads, dim, {shape[1] * shape[2], shape[2], dim}};
+  }
+  if (layout == Layout::kBsnh) {
+    return {shape[0], shape[1], shape[2], shape[3], {shape.product(1, 4), shape.product(2, 4), shape[3]}};
+  }
+  return {shape[0], shape[2], shape[1], shape[3], {shape.product(1, 4), shape[3], shape.product(2, 4)}};
+}
+
+Status bind_mask(const TensorRef& mask, AttentionParams* p) {
+  if (mask.shape.rank < 1 || mask.shape.rank > 4) return Status::invalid("mask", "expected a rank of 1 to 4, got {}", {mask.shape.rank});
+  Shape target;
+  target.rank = 4;
+  target.dims[0] = p->batch;
+  target.dims[1] = p->heads;
+  target.dims[2] = p->q_len;
+  target.dims[3] = p->total_len();
+  const int64_t last = mask.shape[-1];
+  p->mask_len = p->total_len();
+  if (last != 1 && last < p->total_len()) target.dims[3] = p->mask_len = last;  // the rest counts as -inf
+  int64_t strides[kMaxRank];
+  if (!broadcast_strides(mask.shape, target, strides)) {
+    return Status::invalid("mask", "does not broadcast to ({}, {}, {}, {})", {p->batch, p->heads, p->q_len, p->total_len()});
+  }
+  p->mask = mask.data;
+  p->mask_dtype = mask.dtype;
+  p->mask_stride_batch = strides[0];
+  p->mask_stride_head = strides[1];
+  p->mask_stride_seq = strides[2];
+  p->mask_stride_key = strides[3];
+  return {};
+}
+
+Status bind(const OpArgs& args, AttentionParams* p) {
+  using namespace attention_spec;
+  const TensorRef* in = args.inputs;
+  const AttrValue* attrs = args.attrs;
+  for (const int i : {input::kK, input::kV}) {
+    if (in[i].shape.rank != in[input::kQ].shape.rank) {
+      return Status::invalid(kInputs[i].name, "its rank is {}, that of q {}", {in[i].shape.rank, in[input::kQ].shape.rank});
+    }
+  }
+  const auto layout = static_cast<Layout>(attrs[attr::kLayout].i);
+  const Dims q = bind_tensor(in[input::kQ].shape, layout, attrs[attr::kNumHeads].i);
+  const Dims k = bind_tensor(in[input::kK].shape, layout, attrs[attr::kKvNumHeads].i);
+  const Dims v = bind_tensor(in[input::kV].shape, layout, attrs[attr::kKvNumHeads].i);
+  if (k.heads == 0 ? q.heads != 0 : q.heads % k.heads != 0) {
+    return Status::invalid("q", "has {} heads, not a multiple of the {} heads of k", {q.heads, k.heads});
+  }
+  p->q = in[input::kQ].data;
+  p->k = in[input::kK].data;
+  p->v = in[input::kV].data;
+  p->y = args.outputs[output::kY].data;
+  p->dtype = in[input::kQ].dtype;
+  p->q_strides = q.strides;
+  p->k_strides = k.strides;
+  p->v_strides = v.strides;
+  p->batch = q.batch;
+  p->heads = q.heads;
+  p->kv_heads = k.heads;
+  p->q_len = q.seq;
+  p->kv_len = k.seq;
+  p->head_dim = q.dim;
+  p->v_head_dim = v.dim;
+  p->y_strides = bind_tensor(args.outputs[output::kY].shape, layout, q.heads).strides;
+
+  if (in[input::kPastK].present() != in[input::kPastV].present()) {
+    return Status::invalid("past_k", "past_k and past_v must be given together");
+  }
+  if (in[input::kPastK].present()) {
+    if (in[input::kTotalLengths].present()) return Status::invalid("total_lengths", "cannot be combined with past_k");
+    p->past_k = in[input::kPastK].data;
+    p->past_v = in[input::kPastV].data;
+    p->past_len = in[input::kPastK].shape[2];
+  }
+  if (args.outputs[output::kPresentK].present()) p->present_k = args.outputs[output::kPresentK].data;
+  if (args.outputs[output::kPresentV].present()) p->present_v = args.outputs[output::kPresentV].data;
+  if (in[input::kTotalLengths].present()) p->total_lengths = static_cast<const int64_t*>(in[input::kTotalLengths].data);
+  if (in[input::kMask].present()) ORTPLUGINS_RETURN_IF_ERROR(bind_mask(in[input::kMask], p));
+
+  p->scale = attrs[attr::kScale].is_set ? attrs[attr::kScale].f : 1.0F / std::sqrt(static_cast<float>(p->head_dim));
+  p->softcap = attrs[attr::kSoftcap].f;
+  p->is_causal = attrs[attr::kIsCausal].i != 0;
+  p->window = attrs[attr::kWindow].i;
+  p->window_right = attrs[attr::kWindowRight].i;
+  p->precision = static_cast<Precision>(attrs[attr::kPrecision].i);
+  return {};
+}
+
+bool supports_avx512(const AttentionParams&, const DeviceInfo& device) { return device.isa >= CpuIsa::kAvx512; }
+bool supports_avx2(const AttentionParams&, const DeviceInfo& device) { return device.isa >= CpuIsa::kAvx2; }
+bool supports_any(const AttentionParams&, const DeviceInfo&) { return true; }
+
+constexpr Variant<AttentionParams> kAttentionVariants[] = {
+    {3, "cpu_avx512", DeviceKind::kCpu, supports_avx512, launch_attention_cpu_avx512},
+    {2, "cpu_avx2", DeviceKind::kCpu, supports_avx2, launch_attention_cpu_avx2},
+    {1, "cpu_generic", DeviceKind::kCpu, supports_any, launch_attention_cpu_generic},
+};
+
+using Functions = OpFunctions<AttentionParams, bind, kAttentionVariants>;
+
+}  // namespace
+
+Status attention(const AttentionParams& params, const ExecContext& context, int variant_id) {
+  const Variant<AttentionParams>* row = nullptr;
+  ORTPLUGINS_RETURN_IF_ERROR(choose_variant(Functions::table(), params, *context.device, variant_id, &row));
+  return row->launch(params, context);
+}
+
+const Op& attention_op() {
+  static constexpr Op op = Functions::make(attention_spec::kSpec);
+  return op;
+}
+
+}  // namespace ortplugins

@@ -1,0 +1,120 @@
+#include "kernels/gemm/gemm.h"
+
+#include "core/op.h"
+#include "kernels/gemm/variants.h"
+#include "op_specs.h"
+
+namespace ortplugins {
+namespace {
+
+// Splits the batch into dimensions over which a and b each advance by one stride, merging neighbours.
+void bind_batch(const TensorRef& a, const TensorRef& b, const Shape& y, GemmParams* p) {
+  const int rank = y.rank - 2;
+  Shape target;
+  target.rank = rank;
+  for (int i = 0; i < rank; ++i) target.dims[i] = y.dims[i];
+  const auto leading = [](const Shape& shape) {
+    Shape s = shape;
+    s.rank -= 2;
+    return s;
+  };
+  int64_t a_strides[kMaxRank], b_strides[kMaxRank];
+  (void)broadcast_strides(leading(a.shape), target, a_strides);  // checked by infer_shapes
+  (void)broadcast_strides(leading(b.shape), target, b_strides);
+  const int64_t a_matrix = a.shape[-1] * a.shape[-2], b_matrix = b.shape[-1] * b.shape[-2];
+  p->batch = target.size();
+  for (int i = 0; i < rank; ++i) {
+    if (target.dims[i] == 1) continue;
+    const int64_t sa = a_strides[i] * a_matrix, sb = b_strides[i] * b_matrix;
+    const int last = p->batch_rank - 1;
+    if (last >= 0 && p->a_batch_strides[last] == sa * target.dims[i] && p->b_batch_strides[last] == sb * target.dims[i]) {
+      p->batch_dims[last] *= target.dims[i];
+      p->a_batch_strides[last] = sa;
+      p->b_batch_strides[last] = sb;
+    } else {
+      p->batch_dims[p->batch_rank] = target.dims[i];
+      p->a_batch_strides[p->batch_rank] = sa;
+      p->b_batch_strides[p->batch_rank++] = sb;
+    }
+  }
+}
+
+Status bind(const OpArgs& args, GemmParams* p) {
+  using namespace gemm_spec;
+  const TensorRef& a = args.inputs[input::kA];
+  const TensorRef& b = args.inputs[input::kB];
+  const TensorRef& bias = args.inputs[input::kBias];
+  const TensorRef& residual = args.inputs[input::kResidual];
+  const TensorRef& y = args.outputs[output::kY];
+  p->a = a.data;
+  p->b = b.data;
+  p->y = y.data;
+  p->dtype = a.dtype;
+  p->trans_a = args.attrs[attr::kTransA].i != 0;
+  p->trans_b = args.attrs[attr::kTransB].i != 0;
+  p->alpha = args.attrs[attr::kAlpha].f;
+  p->beta = args.attrs[attr::kBeta].f;
+  p->activation = static_cast<Activation>(args.attrs[attr::kActivation].i);
+  p->precision = static_cast<Precision>(args.attrs[attr::kPrecision].i);
+  p->packed_b = args.packed_input(input::kB);
+  p->m = y.shape[-2];
+  p->n = y.shape[-1];
+  p->k = a.shape[p->trans_a ? -2 : -1];
+  p->lda = a.shape[-1];
+  p->ldb = b.shape[-1];
+  bind_batch(a, b, y.shape, p);
+  if (residual.present()) {
+    if (!(residual.shape == y.shape)) return Status::invalid("residual", "must have the shape of y; its rank is {}, that of y {}", {residual.shape.rank, y.shape.rank});
+    p->residual = residual.data;
+  }
+  if (bias.present()) {
+    Shape matrix;
+    matrix.rank = 2;
+    matrix.dims[0] = p->m;
+    matrix.dims[1] = p->n;
+    int64_t strides[kMaxRank];
+    if (!broadcast_strides(bias.shape, matrix, strides)) {
+      return Status::invalid("bias", "does not broadcast to ({}, {})", {p->m, p->n});
+    }
+    p->bias = bias.data;
+    p->bias_stride_m = strides[0];
+    p->bias_stride_n = strides[1];
+  }
+  // A batch that only a has is more rows of one product.
+  if (p->batch_rank == 1 && p->b_batch_strides[0] == 0 && !p->trans_a && p->bias_stride_m == 0 && p->a_batch_strides[0] == p->m * p->lda) {
+    p->m *= p->batch;
+    p->batch = 1;
+    p->batch_rank = 0;
+  }
+  return {};
+}
+
+bool supports_avx512(const GemmParams&, const DeviceInfo& device) { return device.isa >= CpuIsa::kAvx512; }
+bool supports_avx2(const GemmParams&, const DeviceInfo& device) { return device.isa >= CpuIsa::kAvx2; }
+bool supports_any(const GemmParams&, const DeviceInfo&) { return true; }
+
+constexpr Variant<GemmParams> kGemmVariants[] = {
+    {3, "cpu_avx512", DeviceKind::kCpu, supports_avx512, launch_gemm_cpu_avx512},
+    {2, "cpu_avx2", DeviceKind::kCpu, supports_avx2, launch_gemm_cpu_avx2},
+    {1, "cpu_generic", DeviceKind::kCpu, supports_any, launch_gemm_cpu_generic},
+};
+
+using Functions = OpFunctions<GemmParams, bind, kGemmVariants>;
+
+}  // namespace
+
+Status gemm(const GemmParams& params, const ExecContext& context, int variant_id) {
+  const Variant<GemmParams>* row = nullptr;
+  ORTPLUGINS_RETURN_IF_ERROR(choose_variant(Functions::table(), params, *context.device, variant_id, &row));
+  return row->launch(params, context);
+}
+
+const Op& gemm_op() {
+  static constexpr Op op = [] {
+    Op o = Functions::make(gemm_spec::kSpec);
+    return o;
+  }();
+  return op;
+}
+
+}  // namespace ortplugins

@@ -1,0 +1,77 @@
+#include "kernels/softmax/softmax.h"
+
+#include "core/op.h"
+#include "kernels/softmax/variants.h"
+#include "op_specs.h"
+
+namespace ortplugins {
+namespace {
+
+Status bind(const OpArgs& args, SoftmaxParams* p) {
+  using namespace softmax_spec;
+  const TensorRef& x = args.inputs[input::kX];
+  const TensorRef& mask = args.inputs[input::kMask];
+  const Shape& shape = x.shape;
+  if (shape.rank < 1) return Status::invalid("x", "needs at least one dimension");
+  const int64_t given = args.attrs[attr::kAxis].i;
+  if (given < -shape.rank || given >= shape.rank) {
+    return Status::invalid("axis", "{} is not in [{}, {}] for this x", {given, -shape.rank, shape.rank - 1});
+  }
+  const int axis = static_cast<int>(given < 0 ? given + shape.rank : given);
+  p->x = x.data;
+  p->y = args.outputs[output::kY].data;
+  p->dtype = x.dtype;
+  p->cols = shape[axis];
+  p->inner = shape.product(axis + 1, shape.rank);
+  p->rows = shape.product(0, axis) * p->inner;
+  p->scale = args.attrs[attr::kScale].f;
+  p->log = args.attrs[attr::kLog].i != 0;
+  if (!mask.present()) return {};
+
+  int64_t strides[kMaxRank];
+  if (!broadcast_strides(mask.shape, shape, strides)) {
+    return Status::invalid("mask", "does not broadcast to the shape of x (rank {}, x has rank {})", {mask.shape.rank, shape.rank});
+  }
+  p->mask = mask.data;
+  p->mask_dtype = mask.dtype;
+  p->mask_col_stride = strides[axis];
+  for (int i = 0; i < shape.rank; ++i) {
+    if (i == axis || shape[i] == 1) continue;
+    const int last = p->mask_rank - 1;
+    if (last >= 0 && p->mask_strides[last] == strides[i] * shape[i]) {
+      p->mask_dims[last] *= shape[i];
+      p->mask_strides[last] = strides[i];
+    } else {
+      p->mask_dims[p->mask_rank] = shape[i];
+      p->mask_strides[p->mask_rank++] = strides[i];
+    }
+  }
+  return {};
+}
+
+bool supports_avx512(const SoftmaxParams&, const DeviceInfo& device) { return device.isa >= CpuIsa::kAvx512; }
+bool supports_avx2(const SoftmaxParams&, const DeviceInfo& device) { return device.isa >= CpuIsa::kAvx2; }
+bool supports_any(const SoftmaxParams&, const DeviceInfo&) { return true; }
+
+constexpr Variant<SoftmaxParams> kSoftmaxVariants[] = {
+    {3, "cpu_avx512", DeviceKind::kCpu, supports_avx512, launch_softmax_cpu_avx512},
+    {2, "cpu_avx2", DeviceKind::kCpu, supports_avx2, launch_softmax_cpu_avx2},
+    {1, "cpu_generic", DeviceKind::kCpu, supports_any, launch_softmax_cpu_generic},
+};
+
+using Functions = OpFunctions<SoftmaxParams, bind, kSoftmaxVariants>;
+
+}  // namespace
+
+Status softmax(const SoftmaxParams& params, const ExecContext& context, int variant_id) {
+  const Variant<SoftmaxParams>* row = nullptr;
+  ORTPLUGINS_RETURN_IF_ERROR(choose_variant(Functions::table(), params, *context.device, variant_id, &row));
+  return row->launch(params, context);
+}
+
+const Op& softmax_op() {
+  static constexpr Op op = Functions::make(softmax_spec::kSpec);
+  return op;
+}
+
+}  // namespace ortplugins

@@ -1,0 +1,221 @@
+"""The operator specifications: the one place that says what an op is called and what it takes.
+
+ONNX Runtime's schema, TensorRT's plugin fields, shape inference, the rewriter, the tests and the op list in the
+documentation are derived from :data:`OPS`. The C++ side reads the same table: ``plugins/core/generate_op_specs.py`` turns
+it into ``op_specs.h`` at build time. Only the standard library is imported here.
+
+Axes are written as space-separated terms. A term is a symbol (``B``), an attribute (``num_heads``), a product ``A*B`` or a
+sum ``A+B``; ``...`` in front stands for any number of leading dimensions, which broadcast as in NumPy when several tensors
+have them. A symbol means the same size wherever it occurs in an op. A sum counts a symbol that no tensor bound as zero.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+DOMAIN = "ortplugins"
+"""ONNX domain of every op, and the TensorRT plugin namespace."""
+
+OPSET_VERSION = 1
+"""Version of the domain, for ``opset_import``; also the TensorRT plugin version."""
+
+FLOAT_TYPES = ("float32", "float16", "bfloat16")
+
+ONNX_TYPE_CODES = {
+    "float32": 1,
+    "uint8": 2,
+    "int32": 6,
+    "int64": 7,
+    "bool": 9,
+    "float16": 10,
+    "bfloat16": 16,
+}
+"""``onnx.TensorProto.DataType`` of each dtype name used here."""
+
+
+@dataclass(frozen=True)
+class Axes:
+    """The axes of a tensor where ``when`` holds: attribute values by name, and the tensor's rank (0: any)."""
+
+    terms: str
+    when: tuple[tuple[str, str | int], ...] = ()
+    rank: int = 0
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """An input or output. ``dtypes`` are names, or ``T``: the type that all tensors marked ``T`` share.
+
+    ``broadcast`` marks a tensor that broadcasts to the given axes instead of having them. The first entry of ``axes``
+    whose condition holds is the one that counts.
+    """
+
+    name: str
+    axes: str | tuple[Axes, ...]
+    dtypes: tuple[str, ...] = ("T",)
+    optional: bool = False
+    broadcast: bool = False
+    doc: str = ""
+
+    @property
+    def cases(self) -> tuple[Axes, ...]:
+        return (Axes(self.axes),) if isinstance(self.axes, str) else self.axes
+
+
+@dataclass(frozen=True)
+class Attr:
+    """An attribute: ``kind`` is ``int``, ``float`` or ``string`` (then one of ``choices``).
+
+    ``default`` None means that the kernel derives the value when the node does not give it. Where ``zero_means`` names
+    another attribute, the value 0 stands for that attribute's value.
+    """
+
+    name: str
+    kind: str
+    default: int | float | str | None
+    choices: tuple[str, ...] = ()
+    zero_means: str = ""
+    minimum: int | None = None
+    maximum: int | None = None
+    doc: str = ""
+
+
+@dataclass(frozen=True)
+class OpSpec:
+    """One operator: its ONNX op type, inputs, outputs, attributes and the values that ``T`` may take."""
+
+    name: str
+    inputs: tuple[Tensor, ...]
+    outputs: tuple[Tensor, ...]
+    attrs: tuple[Attr, ...] = ()
+    dtypes: tuple[str, ...] = FLOAT_TYPES
+    doc: str = ""
+
+    @property
+    def kernel(self) -> str:
+        """Folder and C++ name of the kernel: ``FusedLayerNorm`` is ``layer_norm``."""
+        words = "".join(f"_{c.lower()}" if c.isupper() else c for c in self.name.removeprefix("Fused"))
+        return words.lstrip("_")
+
+    def attr(self, name: str) -> Attr:
+        return next(a for a in self.attrs if a.name == name)
+
+
+PRECISIONS = ("ieee", "tf32x3", "tf32")
+
+_PRECISION = Attr(
+    "precision",
+    "string",
+    "ieee",
+    choices=PRECISIONS,
+    doc="Arithmetic of float32 products on CUDA. `ieee`: plain float32. `tf32x3`: three TF32 tensor-core products, with "
+    "float32 accuracy. `tf32`: one TF32 product, about three decimal digits. CPU kernels and half types ignore it: "
+    "half types always accumulate in float32.",
+)
+
+FUSED_SOFTMAX = OpSpec(
+    "FusedSoftmax",
+    inputs=(
+        Tensor("x", "...", doc="Scores, of any rank of at least 1."),
+        Tensor("mask", "...", dtypes=("T", "bool"), optional=True, broadcast=True,
+               doc="Added to `scale * x`, or boolean: where it is false the element has no weight."),
+    ),
+    outputs=(Tensor("y", "..."),),
+    attrs=(
+        Attr("axis", "int", -1, doc="The axis that sums to one; negative counts from the end."),
+        Attr("scale", "float", 1.0, doc="Factor on `x` before the mask."),
+        Attr("log", "int", 0, minimum=0, maximum=1, doc="1: the logarithm of the softmax."),
+    ),
+    doc="`softmax(scale * x + mask)` along `axis`. A fully masked row (all -inf) gives zeros (with `log`, -inf); any other "
+    "row equals ONNX Softmax (LogSoftmax).",
+)
+
+FUSED_GEMM = OpSpec(
+    "FusedGemm",
+    inputs=(
+        Tensor("a", (Axes("... K M", when=(("transA", 1),)), Axes("... M K"))),
+        Tensor("b", (Axes("... N K", when=(("transB", 1),)), Axes("... K N"))),
+        Tensor("bias", "M N", optional=True, broadcast=True, doc="Broadcasts to (M, N): a scalar, (N), (1, N), (M, 1) or (M, N)."),
+        Tensor("residual", "... M N", optional=True, doc="Added before the activation; has the shape of `y`."),
+    ),
+    outputs=(Tensor("y", "... M N"),),
+    attrs=(
+        Attr("alpha", "float", 1.0),
+        Attr("beta", "float", 1.0),
+        Attr("transA", "int", 0, minimum=0, maximum=1),
+        Attr("transB", "int", 0, minimum=0, maximum=1),
+        Attr("activation", "string", "none", choices=("none", "relu", "gelu", "gelu_tanh", "silu", "quick_gelu"),
+             doc="`gelu` uses erf, `gelu_tanh` the tanh approximation; `quick_gelu` is x * sigmoid(1.702 x)."),
+        _PRECISION,
+    ),
+    doc="`activation(alpha * op(a) op(b) + beta * bias + residual)`; leading dimensions broadcast as in MatMul. An empty K "
+    "gives the epilogue of zeros.",
+)
+
+_QKV_LAYOUTS = (
+    "`layout`: `BSNH` is (batch, sequence, heads, head_dim), or (batch, sequence, heads * head_dim) with `num_heads`; "
+    "`BNSH` is (batch, heads, sequence, head_dim)."
+)
+
+
+def _qkv(name: str, seq: str, heads: str, heads_attr: str, dim: str) -> Tensor:
+    return Tensor(
+        name,
+        (
+            Axes(f"B {seq} {heads_attr}*{dim}", rank=3),
+            Axes(f"B {heads} {seq} {dim}", when=(("layout", "BNSH"),)),
+            Axes(f"B {seq} {heads} {dim}"),
+        ),
+    )
+
+
+FUSED_ATTENTION = OpSpec(
+    "FusedAttention",
+    inputs=(
+        _qkv("q", "Sq", "N", "num_heads", "D"),
+        _qkv("k", "S", "Nkv", "kv_num_heads", "D"),
+        _qkv("v", "S", "Nkv", "kv_num_heads", "Dv"),
+        Tensor("mask", "B N Sq P+S", dtypes=("T", "bool"), optional=True, broadcast=True,
+               doc="Added to the scaled scores, or boolean: false keys have no weight. A last dimension shorter than the "
+               "key length is filled up with -inf."),
+        Tensor("past_k", "B Nkv P D", optional=True, doc="Cached keys, in front of `k`; BNSH in either layout."),
+        Tensor("past_v", "B Nkv P Dv", optional=True, doc="Cached values, in front of `v`; BNSH in either layout."),
+        Tensor("total_lengths", "B", dtypes=("int64",), optional=True,
+               doc="Number of valid keys of each sequence; later keys and values are never used. Not together with past."),
+    ),
+    outputs=(
+        Tensor("y", (
+            Axes("B Sq num_heads*Dv", rank=3),
+            Axes("B N Sq Dv", when=(("layout", "BNSH"),)),
+            Axes("B Sq N Dv"),
+        )),
+        Tensor("present_k", "B Nkv P+S D", optional=True, doc="`past_k` and `k`, concatenated; BNSH."),
+        Tensor("present_v", "B Nkv P+S Dv", optional=True, doc="`past_v` and `v`, concatenated; BNSH."),
+    ),
+    attrs=(
+        Attr("layout", "string", "BSNH", choices=("BSNH", "BNSH"), doc=_QKV_LAYOUTS),
+        Attr("num_heads", "int", 0, minimum=0, doc="Query heads; required with 3-D tensors."),
+        Attr("kv_num_heads", "int", 0, minimum=0, zero_means="num_heads", doc="Key and value heads of 3-D tensors; 0: as many as query heads."),
+        Attr("scale", "float", None, doc="Factor on the scores; 1 / sqrt(head_dim) when absent."),
+        Attr("is_causal", "int", 0, minimum=0, maximum=1,
+             doc="1: query i sees key j only if j <= i + offset, where offset is the past length with `past_k`, "
+             "`total_lengths - Sq` with `total_lengths`, else 0."),
+        Attr("softcap", "float", 0.0, doc="Scores become softcap * tanh(score / softcap) before the mask; 0: off."),
+        Attr("window", "int", -1, minimum=-1, doc="Query i sees key j only if j >= i + offset - window; -1: unbounded."),
+        Attr("window_right", "int", -1, minimum=-1, doc="Query i sees key j only if j <= i + offset + window_right; -1: unbounded."),
+        _PRECISION,
+    ),
+    doc="`softmax(softcap(scale * q k^T) + mask) v` with the semantics of the ONNX operator Attention; a fully masked row "
+    "gives zeros. Query heads may be a multiple of key heads (grouped-query attention).",
+)
+
+OPS: tuple[OpSpec, ...] = (FUSED_SOFTMAX, FUSED_GEMM, FUSED_ATTENTION)
+"""Every operator of the package."""
+
+
+def find(name: str) -> OpSpec:
+    """The specification of op type ``name``; KeyError if there is none."""
+    for op in OPS:
+        if op.name == name:
+            return op
+    raise KeyError(name)
