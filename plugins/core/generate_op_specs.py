@@ -1,6 +1,7 @@
 """Write the C++ form of the operator specifications: ``generate_op_specs.py OPS_PY OUT_DIR``.
 
-``op_specs.h`` has, for each op, enumerations of its inputs, outputs, attributes and string values, and its OpSpec;
+``op_enums.h`` has one enumeration for each string attribute (C++17, also for CUDA code);
+``op_specs.h`` has, for each op, enumerations of its inputs, outputs and attributes, and its OpSpec;
 ``op_registry.cc`` lists the ops. Both are derived from ops.py alone.
 """
 
@@ -146,10 +147,14 @@ def main() -> None:
     source, out_dir = pathlib.Path(sys.argv[1]), pathlib.Path(sys.argv[2])
     ops = load(source)
     out_dir.mkdir(parents=True, exist_ok=True)
+    # Apart from the specifications, whose std::span is C++20: the headers of CUDA code are C++17.
+    enums = ["// Generated from python/ortplugins/ops.py by generate_op_specs.py; do not edit.", "#pragma once", "",
+             "namespace ortplugins {", "", *enumerations(ops.OPS), "", "}  // namespace ortplugins\n"]
+    write_if_changed(out_dir / "op_enums.h", "\n".join(enums))
+
     lines = ["// Generated from python/ortplugins/ops.py by generate_op_specs.py; do not edit.", "#pragma once", "",
-             "#include <cstdint>", '#include "core/op_spec.h"', "", "namespace ortplugins {", "",
+             "#include <cstdint>", '#include "core/op_spec.h"', '#include "op_enums.h"', "", "namespace ortplugins {", "",
              f'inline constexpr const char* kDomain = "{ops.DOMAIN}";', f"inline constexpr int kOpsetVersion = {ops.OPSET_VERSION};", ""]
-    lines += enumerations(ops.OPS) + [""]
     for op in ops.OPS:
         lines += Emitter(op).emit()
     lines.append("}  // namespace ortplugins\n")

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "core/device.h"
-#include "op_specs.h"
+#include "op_enums.h"
 #include "core/shape.h"
 #include "core/status.h"
 #include "core/variant.h"
