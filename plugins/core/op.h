@@ -76,8 +76,16 @@ Status choose_variant(std::span<const Variant<Params>> table, const Params& para
   return Status::unsupported("variant", device.kind == DeviceKind::kCuda ? "no CUDA kernel in this build runs on sm_{}" : "no CPU kernel", {device.sm});
 }
 
+// True if every output is absent or empty: there is nothing to launch.
+inline bool writes_nothing(const OpArgs& args, size_t output_count) {
+  for (size_t i = 0; i < output_count; ++i) {
+    if (args.outputs[i].present() && args.outputs[i].shape.size() != 0) return false;
+  }
+  return true;
+}
+
 // Fills an Op from a bind function and a variant table with static storage.
-template <class Params, Bind<Params> kBind, const auto& kTable>
+template <class Params, const OpSpec& kSpec, Bind<Params> kBind, const auto& kTable>
 struct OpFunctions {
   static constexpr std::span<const Variant<Params>> table() { return kTable; }
 
@@ -111,11 +119,12 @@ struct OpFunctions {
     ORTPLUGINS_RETURN_IF_ERROR(kBind(args, &params));
     const Variant<Params>* row = nullptr;
     ORTPLUGINS_RETURN_IF_ERROR(choose_variant(table(), params, *context.device, variant_id, &row));
+    if (writes_nothing(args, std::size(kSpec.outputs))) return {};
     return row->launch(params, context);
   }
 
-  static constexpr Op make(const OpSpec& spec) {
-    return {&spec, kInfos, workspace_bytes, choose, run, nullptr, nullptr};
+  static constexpr Op make() {
+    return {&kSpec, kInfos, workspace_bytes, choose, run, nullptr, nullptr};
   }
 };
 

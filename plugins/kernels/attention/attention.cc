@@ -115,7 +115,7 @@ constexpr Variant<AttentionParams> kAttentionVariants[] = {
     {1, "cpu_generic", DeviceKind::kCpu, supports_any, launch_attention_cpu_generic},
 };
 
-using Functions = OpFunctions<AttentionParams, bind, kAttentionVariants>;
+using Functions = OpFunctions<AttentionParams, attention_spec::kSpec, bind, kAttentionVariants>;
 
 }  // namespace
 
@@ -126,7 +126,7 @@ Status attention(const AttentionParams& params, const ExecContext& context, int 
 }
 
 const Op& attention_op() {
-  static constexpr Op op = Functions::make(attention_spec::kSpec);
+  static constexpr Op op = Functions::make();
   return op;
 }
 

@@ -99,7 +99,7 @@ constexpr Variant<GemmParams> kGemmVariants[] = {
     {1, "cpu_generic", DeviceKind::kCpu, supports_any, launch_gemm_cpu_generic},
 };
 
-using Functions = OpFunctions<GemmParams, bind, kGemmVariants>;
+using Functions = OpFunctions<GemmParams, gemm_spec::kSpec, bind, kGemmVariants>;
 
 }  // namespace
 
@@ -111,7 +111,7 @@ Status gemm(const GemmParams& params, const ExecContext& context, int variant_id
 
 const Op& gemm_op() {
   static constexpr Op op = [] {
-    Op o = Functions::make(gemm_spec::kSpec);
+    Op o = Functions::make();
     return o;
   }();
   return op;

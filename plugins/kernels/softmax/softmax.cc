@@ -59,7 +59,7 @@ constexpr Variant<SoftmaxParams> kSoftmaxVariants[] = {
     {1, "cpu_generic", DeviceKind::kCpu, supports_any, launch_softmax_cpu_generic},
 };
 
-using Functions = OpFunctions<SoftmaxParams, bind, kSoftmaxVariants>;
+using Functions = OpFunctions<SoftmaxParams, softmax_spec::kSpec, bind, kSoftmaxVariants>;
 
 }  // namespace
 
@@ -70,7 +70,7 @@ Status softmax(const SoftmaxParams& params, const ExecContext& context, int vari
 }
 
 const Op& softmax_op() {
-  static constexpr Op op = Functions::make(softmax_spec::kSpec);
+  static constexpr Op op = Functions::make();
   return op;
 }
 

@@ -1,0 +1,1 @@
+"""ONNX Runtime and TensorRT custom ops for Transformers: fused softmax, GEMM and attention."""
