@@ -1,0 +1,36 @@
+// Asynchronous copies from global to shared memory that bypass registers (sm_80).
+#pragma once
+
+#include <cstdint>
+
+namespace ortplugins {
+
+// The 32-bit shared-window address that PTX instructions take.
+__device__ __forceinline__ uint32_t smem_address(const void* p) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(p));
+}
+
+// Copies `bytes` (0 to 16) from 16-byte aligned `gmem` and fills the rest of the 16 bytes with zeros; with 0 bytes
+// nothing is read, so a pointer outside the tensor does no harm. Goes through L2 only.
+__device__ __forceinline__ void cp_async_16(uint32_t smem, const void* gmem, int bytes = 16) {
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;\n" ::"r"(smem), "l"(gmem), "r"(bytes) : "memory");
+}
+// As cp_async_16, for 8 and 4 bytes of that alignment.
+__device__ __forceinline__ void cp_async_8(uint32_t smem, const void* gmem, int bytes = 8) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;\n" ::"r"(smem), "l"(gmem), "r"(bytes) : "memory");
+}
+__device__ __forceinline__ void cp_async_4(uint32_t smem, const void* gmem, int bytes = 4) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;\n" ::"r"(smem), "l"(gmem), "r"(bytes) : "memory");
+}
+
+// Closes the group of copies that this thread has issued since the last commit; an empty group is allowed.
+__device__ __forceinline__ void cp_async_commit() { asm volatile("cp.async.commit_group;\n" ::: "memory"); }
+
+// Waits until at most kPending of this thread's newest groups are unfinished. A barrier must follow before other threads
+// read what was copied.
+template <int kPending>
+__device__ __forceinline__ void cp_async_wait() {
+  asm volatile("cp.async.wait_group %0;\n" ::"n"(kPending) : "memory");
+}
+
+}  // namespace ortplugins
