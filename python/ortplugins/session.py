@@ -1,0 +1,111 @@
+"""Making ONNX Runtime sessions the way every tool of the package does."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+import onnx
+
+from .errors import OrtPluginsError
+from .ops import DOMAIN
+from .register import import_onnxruntime, register
+
+if TYPE_CHECKING:
+    import onnxruntime
+
+PROVIDERS = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
+"""Provider names of the command line, and ONNX Runtime's."""
+
+
+def load_model(model: onnx.ModelProto | str | os.PathLike[str], *, load_external_data: bool = True) -> onnx.ModelProto:
+    """``model`` itself, or the model in the file of that name. OrtPluginsError if the file holds none."""
+    if isinstance(model, onnx.ModelProto):
+        return model
+    path = os.fspath(model)
+    try:
+        proto = onnx.load(path, load_external_data=load_external_data)
+    except FileNotFoundError as error:
+        raise OrtPluginsError(f"there is no file {error.filename or path}") from error
+    except Exception as error:
+        raise OrtPluginsError(f"{path} cannot be read as an ONNX model: {error}") from error
+    if not proto.HasField("graph"):
+        raise OrtPluginsError(f"{path} is not an ONNX model: it holds no graph")
+    return proto
+
+
+def uses_plugins(model: onnx.ModelProto) -> bool:
+    """Whether the model may hold ops of the package."""
+    return any(opset.domain == DOMAIN for scope in (model, *model.functions) for opset in scope.opset_import)
+
+
+def session_options(threads: int | None = None) -> onnxruntime.SessionOptions:
+    """Options for timing two sessions in alternation.
+
+    Idle threads of one session must not take the processor from the other, so they stop spinning when a run ends.
+    """
+    ort = import_onnxruntime()
+    options = ort.SessionOptions()
+    options.log_severity_level = 3
+    options.add_session_config_entry("session.force_spinning_stop", "1")
+    if threads is not None:
+        options.intra_op_num_threads = threads
+    return options
+
+
+def provider_list(provider: str) -> list[str | tuple[str, dict[str, str]]]:
+    """The providers of a session on ``cpu`` or ``cuda``; OrtPluginsError if this ONNX Runtime lacks it.
+
+    TF32 is off on CUDA: a float32 model is compared with float32 arithmetic.
+    """
+    ort = import_onnxruntime()
+    if provider not in PROVIDERS:
+        raise OrtPluginsError(f"unknown provider {provider!r}; there are {', '.join(PROVIDERS)}")
+    if PROVIDERS[provider] not in ort.get_available_providers():
+        raise OrtPluginsError(
+            f"this ONNX Runtime {ort.__version__} has no {PROVIDERS[provider]}; `ortplugins doctor` says what is missing"
+        )
+    cpu = PROVIDERS["cpu"]
+    return [cpu] if provider == "cpu" else [(PROVIDERS["cuda"], {"use_tf32": "0"}), cpu]
+
+
+def make_session(
+    model: onnx.ModelProto | str | os.PathLike[str],
+    *,
+    provider: str = "cpu",
+    threads: int | None = None,
+    options: onnxruntime.SessionOptions | None = None,
+    library: str | os.PathLike[str] | None = None,
+) -> onnxruntime.InferenceSession:
+    """A session of ``model`` on ``provider``, with the custom-op library registered if the model uses it.
+
+    Models above protobuf's limit of 2 GB must be given as a path. OrtPluginsError when ONNX Runtime refuses the model or
+    does not use the provider.
+    """
+    ort = import_onnxruntime()
+    providers = provider_list(provider)
+    options = options or session_options(threads)
+    proto = load_model(model, load_external_data=False)
+    if library is not None or uses_plugins(proto):
+        register(options, library=library)
+    source = model.SerializeToString() if isinstance(model, onnx.ModelProto) else os.fspath(model)
+    if provider == "cuda" and hasattr(ort, "preload_dlls"):
+        ort.preload_dlls()
+    try:
+        session = ort.InferenceSession(source, options, providers=providers)
+    except Exception as error:
+        raise OrtPluginsError(f"ONNX Runtime {ort.__version__} refuses {describe(model)}: {_one_line(error)}") from error
+    if PROVIDERS[provider] not in session.get_providers():
+        raise OrtPluginsError(
+            f"ONNX Runtime could not start {PROVIDERS[provider]} and fell back; `ortplugins doctor` says what is missing"
+        )
+    return session
+
+
+def describe(model: onnx.ModelProto | str | os.PathLike[str]) -> str:
+    """The file name of a model, or the name of its graph."""
+    return f"the model {model.graph.name!r}" if isinstance(model, onnx.ModelProto) else os.fspath(model)
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())
