@@ -7,7 +7,7 @@
 
 #include <array>
 #include <atomic>
-#include <deque>
+#include <cstdio>
 #include <list>
 #include <memory>
 #include <new>
@@ -26,6 +26,7 @@ constexpr uint32_t kApiVersion = 21;
 constexpr size_t kWorkspaceAlignment = 256;
 
 const OrtApi* g_api = nullptr;  // set by RegisterCustomOps before anything else can run
+int g_minor_version = 0;        // 24 for ONNX Runtime 1.24.4
 
 struct FreeAligned {
   void operator()(void* p) const { ::operator delete(p, std::align_val_t{kWorkspaceAlignment}); }
@@ -45,6 +46,8 @@ OrtStatus* error(const std::string& text, OrtErrorCode code = ORT_INVALID_ARGUME
   do {                                                                       \
     if (OrtStatus* ort_status_ = (expression); ort_status_ != nullptr) return ort_status_; \
   } while (false)
+
+ONNXTensorElementDataType ort_type(DType dtype) { return static_cast<ONNXTensorElementDataType>(dtype); }
 
 // True if `status` is null; releases it otherwise. For calls whose failure is an answer.
 bool succeeded(OrtStatus* status) {
@@ -402,9 +405,11 @@ OrtStatus* infer(const Registration& registration, OrtShapeInferContext* context
   std::array<DimsOf<SymbolicDim>, kMaxOutputs> outputs;
   size_t count = 0;
   ORTPLUGINS_RETURN_IF_ORT_ERROR(g_api->ShapeInferContext_GetInputCount(context, &count));
+  ONNXTensorElementDataType shared_type = ONNX_TENSOR_ELEMENT_DATA_TYPE_UNDEFINED;  // T
   for (size_t i = 0; i < count && i < spec.inputs.size(); ++i) {
     OrtTensorTypeAndShapeInfo* info = nullptr;  // owned by the context
     if (!succeeded(g_api->ShapeInferContext_GetInputTypeShape(context, i, &info)) || info == nullptr) continue;
+    if (i == 0) ORTPLUGINS_RETURN_IF_ORT_ERROR(g_api->GetTensorElementType(info, &shared_type));
     size_t rank = 0;
     ORTPLUGINS_RETURN_IF_ORT_ERROR(g_api->GetDimensionsCount(info, &rank));
     if (rank > kMaxRank) return nullptr;
@@ -446,6 +451,8 @@ OrtStatus* infer(const Registration& registration, OrtShapeInferContext* context
     ORTPLUGINS_RETURN_IF_ORT_ERROR(g_api->CreateTensorTypeAndShapeInfo(&info));
     const auto release = [](OrtTensorTypeAndShapeInfo* p) { g_api->ReleaseTensorTypeAndShapeInfo(p); };
     const std::unique_ptr<OrtTensorTypeAndShapeInfo, decltype(release)> owner(info, release);
+    const DType type = spec.outputs[i].dtypes[0];
+    ORTPLUGINS_RETURN_IF_ORT_ERROR(g_api->SetTensorElementType(info, type == DType::kNone ? shared_type : ort_type(type)));
     ORTPLUGINS_RETURN_IF_ORT_ERROR(g_api->SetDimensions(info, values.data(), values.size()));
     ORTPLUGINS_RETURN_IF_ORT_ERROR(g_api->SetSymbolicDimensions(info, name_pointers.data(), name_pointers.size()));
     // Fails for an optional output that the node does not have; those come last.
@@ -464,10 +471,16 @@ OrtStatus* ORT_API_CALL infer_output_shape(const OrtCustomOp* op, OrtShapeInferC
 
 // --- The domain ---------------------------------------------------------------------------------------------------------
 
-ONNXTensorElementDataType ort_type(DType dtype) { return static_cast<ONNXTensorElementDataType>(dtype); }
-
 OrtCustomOpInputOutputCharacteristic characteristic(const TensorSpec& tensor) {
   return tensor.optional ? INPUT_OUTPUT_OPTIONAL : INPUT_OUTPUT_REQUIRED;
+}
+
+// Before 1.24 ONNX Runtime reads a null type when a node leaves out an input in the middle of its list and the op has a
+// shape-inference function. An op whose nodes can look like that goes without one there.
+bool can_infer_shapes(const OpSpec& spec) {
+  int optional = 0;
+  for (const TensorSpec& input : spec.inputs) optional += input.optional ? 1 : 0;
+  return g_minor_version >= 24 || optional <= 1;
 }
 
 Registration make_registration(const Op* op, const char* provider) {
@@ -491,7 +504,7 @@ Registration make_registration(const Op* op, const char* provider) {
   r.CreateKernelV2 = create_kernel;
   r.KernelComputeV2 = compute_kernel;
   r.KernelDestroy = destroy_kernel;
-  r.InferOutputShapeFn = infer_output_shape;
+  if (can_infer_shapes(*op->spec)) r.InferOutputShapeFn = infer_output_shape;
   r.GetStartVersion = [](const OrtCustomOp*) { return kOpsetVersion; };
   r.GetEndVersion = [](const OrtCustomOp*) { return kOpsetVersion; };
   return r;
@@ -561,7 +574,7 @@ OrtStatus* register_domain(OrtSessionOptions* options) {
 }  // namespace
 }  // namespace ortplugins
 
-extern "C" OrtStatus* ORT_API_CALL RegisterCustomOps(OrtSessionOptions* options, const OrtApiBase* base) {
+extern "C" __attribute__((visibility("default"))) OrtStatus* ORT_API_CALL RegisterCustomOps(OrtSessionOptions* options, const OrtApiBase* base) {
   using namespace ortplugins;
   const OrtApi* api = base->GetApi(kApiVersion);
   if (api == nullptr) {
@@ -571,6 +584,8 @@ extern "C" OrtStatus* ORT_API_CALL RegisterCustomOps(OrtSessionOptions* options,
   }
   g_api = api;
   try {
+    int major = 0;
+    (void)std::sscanf(base->GetVersionString(), "%d.%d", &major, &g_minor_version);
     return register_domain(options);
   } catch (const std::exception& e) {
     return error(e.what(), ORT_FAIL);
