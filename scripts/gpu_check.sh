@@ -1,0 +1,74 @@
+#!/usr/bin/env bash
+# Everything that needs a GPU, in one command: build for the GPU of this machine, run the GPU tests, compute-sanitizer, and
+# benchmarks.
+#
+#   scripts/gpu_check.sh [STAGE ...]        stages: build test ort sanitize bench:ARGS; default: build test ort sanitize
+#
+# On a machine without a network, KIT names a folder with what pip cannot fetch there:
+#   *.whl              Python packages, installed beside the system's
+#   ort_gpu.tar.xz     an unpacked onnxruntime-gpu package
+#   ort-headers/ trt-headers/   C headers of ONNX Runtime 1.21 and TensorRT
+# OUT receives logs and records, BUILD the build tree (kept between calls).
+set -uo pipefail
+cd "$(dirname "$0")/.."
+root=$PWD
+: "${KIT:=$root/.gpu}" "${OUT:=$root/build/gpu_check}" "${BUILD:=/tmp/ortplugins-build}" "${PYTHON:=python3}" "${JOBS:=$(nproc)}"
+site=/tmp/ortplugins-site
+mkdir -p "$OUT" "$BUILD"
+
+if compgen -G "$KIT/*.whl" >/dev/null && [ ! -d "$site" ]; then
+  "$PYTHON" -m pip install -q --no-index --no-deps --no-compile --no-cache-dir --upgrade --target "$site" "$KIT"/*.whl || exit 1
+fi
+if [ -f "$KIT/ort_gpu.tar.xz" ] && [ ! -d /tmp/ortplugins-kit ]; then
+  mkdir -p /tmp/ortplugins-kit && tar xJf "$KIT/ort_gpu.tar.xz" -C /tmp/ortplugins-kit || exit 1
+fi
+export PYTHONPATH="$BUILD/python:/tmp/ortplugins-kit:$site${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
+
+sm=$(nvidia-smi --query-gpu=compute_cap --format=csv,noheader | head -1 | tr -d .)
+status=0
+stage() { # NAME COMMAND...
+  local name=$1 start=$SECONDS
+  shift
+  echo "=== $name"
+  "$@" >"$OUT/$name.log" 2>&1
+  local rc=$?
+  echo "    $name: exit status $rc after $((SECONDS - start)) s"
+  [ $rc -eq 0 ] || { status=1; tail -n "${TAIL:-40}" "$OUT/$name.log"; }
+  return $rc
+}
+
+configure_and_build() {
+  local options=(-G Ninja -DORTPLUGINS_CUDA=ON "-DORTPLUGINS_CUDA_ARCHITECTURES=$sm-real" "-DPython_EXECUTABLE=$(command -v "$PYTHON")"
+    "-Dpybind11_DIR=$("$PYTHON" -m pybind11 --cmakedir)")
+  [ "$sm" = 90 ] || options+=(-DORTPLUGINS_SM90A=OFF)
+  [ -d "$KIT/ort-headers" ] && options+=("-DONNXRUNTIME_INCLUDE_DIR=$KIT/ort-headers")
+  [ -d "$KIT/trt-headers" ] && options+=("-DTENSORRT_INCLUDE_DIR=$KIT/trt-headers")
+  cmake -S . -B "$BUILD" "${options[@]}" && cmake --build "$BUILD" -j "$JOBS" || return 1
+  # A package folder of links: sources from here, libraries from the build tree.
+  rm -rf "$BUILD/python" && mkdir -p "$BUILD/python/ortplugins/lib"
+  for entry in "$root"/python/ortplugins/*; do
+    case $(basename "$entry") in lib | _native*.so) ;; *) ln -s "$entry" "$BUILD/python/ortplugins/" ;; esac
+  done
+  ln -s "$BUILD"/_native*.so "$BUILD/python/ortplugins/"
+  ln -s "$BUILD"/libortplugins_*.so "$BUILD/python/ortplugins/lib/"
+}
+
+stages=("$@")
+[ ${#stages[@]} -gt 0 ] || stages=(build test ort sanitize)
+for s in "${stages[@]}"; do
+  case $s in
+    build) stage build configure_and_build || exit 1 ;;
+    test) stage test "$PYTHON" -m pytest -q --maxfail=60 -n 8 -m gpu -p no:cacheprovider tests/test_softmax.py tests/test_gemm.py tests/test_attention.py ;;
+    ort) stage ort "$PYTHON" -m pytest -q --maxfail=40 -m gpu -p no:cacheprovider tests --ignore tests/test_softmax.py --ignore tests/test_gemm.py --ignore tests/test_attention.py ;;
+    sanitize)
+      for tool in memcheck racecheck; do
+        stage "sanitize-$tool" compute-sanitizer --tool "$tool" --error-exitcode 9 --target-processes all \
+          "$PYTHON" -m pytest -q -m "gpu and small" -p no:cacheprovider tests/test_softmax.py tests/test_gemm.py tests/test_attention.py
+      done
+      ;;
+    bench:*) stage "bench-${s#bench:}" "$PYTHON" -m ortplugins.cli bench ${s#bench:} --provider cuda --json "$OUT/${s#bench:}.json" ;;
+    run:*) stage "run" bash -c "${s#run:}" ;;
+    *) echo "unknown stage $s" >&2; exit 2 ;;
+  esac
+done
+exit $status
