@@ -53,7 +53,28 @@ bool supports_avx512(const SoftmaxParams&, const DeviceInfo& device) { return de
 bool supports_avx2(const SoftmaxParams&, const DeviceInfo& device) { return device.isa >= CpuIsa::kAvx2; }
 bool supports_any(const SoftmaxParams&, const DeviceInfo&) { return true; }
 
+#if ORTPLUGINS_WITH_CUDA
+bool supports_strided_online(const SoftmaxParams&, const DeviceInfo& device) { return device.sm >= 80; }
+bool supports_block_online(const SoftmaxParams& p, const DeviceInfo& device) { return device.sm >= 80 && p.inner == 1; }
+bool supports_warp_per_row(const SoftmaxParams& p, const DeviceInfo& device) {
+  return supports_block_online(p, device) && softmax_row_packs(p) * 16 <= kSoftmaxWarpElements * static_cast<int64_t>(size_of(p.dtype));
+}
+bool supports_block_registers(const SoftmaxParams& p, const DeviceInfo& device) {
+  return supports_block_online(p, device) && softmax_row_packs(p) * 16 <= kSoftmaxBlockElements * static_cast<int64_t>(size_of(p.dtype));
+}
+bool supports_block_shared(const SoftmaxParams& p, const DeviceInfo& device) {
+  return supports_block_online(p, device) && softmax_row_packs(p) * 16 <= softmax_shared_bytes(device);
+}
+#endif
+
 constexpr Variant<SoftmaxParams> kSoftmaxVariants[] = {
+#if ORTPLUGINS_WITH_CUDA
+    {105, "warp_per_row", DeviceKind::kCuda, supports_warp_per_row, launch_softmax_warp_per_row},
+    {104, "block_registers", DeviceKind::kCuda, supports_block_registers, launch_softmax_block_registers},
+    {103, "block_shared", DeviceKind::kCuda, supports_block_shared, launch_softmax_block_shared},
+    {102, "block_online", DeviceKind::kCuda, supports_block_online, launch_softmax_block_online},
+    {101, "strided_online", DeviceKind::kCuda, supports_strided_online, launch_softmax_strided_online},
+#endif
     {3, "cpu_avx512", DeviceKind::kCpu, supports_avx512, launch_softmax_cpu_avx512},
     {2, "cpu_avx2", DeviceKind::kCpu, supports_avx2, launch_softmax_cpu_avx2},
     {1, "cpu_generic", DeviceKind::kCpu, supports_any, launch_softmax_cpu_generic},

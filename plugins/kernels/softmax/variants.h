@@ -9,4 +9,26 @@ Status launch_softmax_cpu_avx512(const SoftmaxParams& params, const ExecContext&
 Status launch_softmax_cpu_avx2(const SoftmaxParams& params, const ExecContext& context);
 Status launch_softmax_cpu_generic(const SoftmaxParams& params, const ExecContext& context);
 
+#if ORTPLUGINS_WITH_CUDA
+// The CUDA kernels walk a contiguous row in 16-byte packs from the boundary at or below its start: the most packs that a
+// row of this problem spans.
+inline int64_t softmax_row_packs(const SoftmaxParams& params) {
+  const int64_t element = static_cast<int64_t>(size_of(params.dtype)), size = 16 / element;
+  const bool aligned = params.cols % size == 0 && reinterpret_cast<uintptr_t>(params.x) % 16 == 0;
+  return (params.cols + (aligned ? 0 : size - 1) + size - 1) / size;
+}
+
+constexpr int64_t kSoftmaxWarpElements = 1024;    // a warp holds 32 for each lane in registers
+constexpr int64_t kSoftmaxBlockElements = 16384;  // a block of 512 threads does the same
+
+// Dynamic shared memory that a block may take beside its few static words.
+inline int softmax_shared_bytes(const DeviceInfo& device) { return device.max_smem_per_block - 256; }
+
+Status launch_softmax_warp_per_row(const SoftmaxParams& params, const ExecContext& context);
+Status launch_softmax_block_registers(const SoftmaxParams& params, const ExecContext& context);
+Status launch_softmax_block_shared(const SoftmaxParams& params, const ExecContext& context);
+Status launch_softmax_block_online(const SoftmaxParams& params, const ExecContext& context);
+Status launch_softmax_strided_online(const SoftmaxParams& params, const ExecContext& context);
+#endif
+
 }  // namespace ortplugins
