@@ -44,7 +44,15 @@ using UChar = uint8_t __attribute__((vector_size(kWidth)));
 
 constexpr float kInfinity = __builtin_inff();
 
-ORTPLUGINS_SIMD Float broadcast(float x) { return Float{} + x; }
+ORTPLUGINS_SIMD Float broadcast(float x) {
+#if defined(__AVX512F__)
+  return _mm512_set1_ps(x);
+#elif defined(__AVX2__)
+  return _mm256_set1_ps(x);
+#else
+  return Float{x, x, x, x};
+#endif
+}
 ORTPLUGINS_SIMD Float zero() { return Float{}; }
 
 ORTPLUGINS_SIMD Int iota() {
