@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
+import numpy as np
 import onnx
 
 from .errors import OrtPluginsError
@@ -109,3 +110,25 @@ def describe(model: onnx.ModelProto | str | os.PathLike[str]) -> str:
 
 def _one_line(error: Exception) -> str:
     return " ".join(str(error).split())
+
+
+class DeviceCall:
+    """One run of a session, inputs and outputs bound to the provider's memory; returns when the device is done."""
+
+    MEASURED = "one run with inputs and outputs in the provider's memory, no copies, until the device is done"
+
+    def __init__(self, session: onnxruntime.InferenceSession, feeds: dict[str, np.ndarray], provider: str):
+        ort = import_onnxruntime()
+        self._session = session
+        self._binding = session.io_binding()
+        self._values = {name: ort.OrtValue.ortvalue_from_numpy(value, provider, 0) for name, value in feeds.items()}
+        for name, value in self._values.items():
+            self._binding.bind_ortvalue_input(name, value)
+        for output in session.get_outputs():
+            self._binding.bind_output(output.name, provider)
+        self._is_device = provider != "cpu"
+
+    def __call__(self) -> None:
+        self._session.run_with_iobinding(self._binding)
+        if self._is_device:
+            self._binding.synchronize_outputs()

@@ -1,0 +1,210 @@
+"""The command line ``ortplugins``."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import click
+from rich.markup import escape
+
+from . import __version__, console
+from .errors import OrtPluginsError
+from .session import PROVIDERS
+
+
+class _Group(click.Group):
+    """Shows the package's own errors as one line, without a traceback."""
+
+    def invoke(self, ctx: click.Context):
+        try:
+            return super().invoke(ctx)
+        except OrtPluginsError as error:
+            raise click.ClickException(str(error)) from error
+
+
+@click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.version_option(__version__)
+def main() -> None:
+    """Fused Transformer kernels for ONNX Runtime: rewrite a model, compare it with the original, measure.
+
+    \b
+    The usual way:
+      ortplugins doctor                              is everything in place?
+      ortplugins rewrite model.onnx fused.onnx       replace what can be fused
+      ortplugins compare model.onnx fused.onnx       same outputs? how fast?
+
+    \b
+    To run the rewritten model in a program:
+      options = onnxruntime.SessionOptions()
+      ortplugins.register(options)
+      session = onnxruntime.InferenceSession("fused.onnx", options)
+
+    The exit status is 0 only when all is well. `ortplugins COMMAND --help` shows examples.
+    """
+
+
+_ONNX = click.Path(dir_okay=False, path_type=Path)
+_REPORT = click.option("--report", type=_ONNX, metavar="FILE.json", help="Also write the result as JSON.")
+_PROVIDER = click.option("--provider", type=click.Choice(list(PROVIDERS)), default="cpu", show_default=True,
+                         help="Execution provider that runs both models.")
+_THREADS = click.option("--threads", type=click.IntRange(min=1), help="Threads of the CPU provider. [default: as ONNX Runtime]")
+
+
+@main.command()
+@click.argument("source", metavar="IN.onnx", type=_ONNX)
+@click.argument("target", metavar="OUT.onnx", type=_ONNX)
+@_REPORT
+def rewrite(source: Path, target: Path, report: Path | None) -> None:
+    """Replace attention, softmax and linear chains in IN.onnx by fused ops and write OUT.onnx.
+
+    Every candidate site is listed: fused, or skipped with the reason. OUT.onnx appears only when it is complete, and may
+    be IN.onnx.
+
+    \b
+    Examples:
+      ortplugins rewrite model.onnx fused.onnx
+      ortplugins rewrite model.onnx fused.onnx --report sites.json
+    """
+    from .files import replace_atomically
+    from .rewrite import rewrite as rewrite_model
+
+    _require_file(source)
+    with console.err.status(f"rewriting {escape(str(source))}"):
+        result = rewrite_model(source, output=target)
+    document = result.report.to_dict()
+    if report is not None:
+        replace_atomically(report, json.dumps(document, indent=2) + "\n")
+    _show_sites(document["sites"])
+    console.out.print(f"wrote {escape(str(target))}", highlight=False)
+
+
+def _require_file(path: Path) -> None:
+    if not path.is_file():
+        raise OrtPluginsError(f"there is no file {path}")
+
+
+def _show_sites(sites: list[dict]) -> None:
+    table = console.table("Sites", ["kind", "op", "status", "nodes", "reason"])
+    for site in sites:
+        nodes = site["nodes"]
+        shown = nodes[0] if len(nodes) == 1 else f"{nodes[0]} ... {nodes[-1]} ({len(nodes)})" if nodes else "-"
+        colour = "green" if site["status"] == "fused" else "yellow"
+        table.add_row(site["kind"], site["op"] or "-", f"[{colour}]{site['status']}[/]", escape(shown), escape(site["reason"] or ""))
+    if sites:
+        console.out.print(table)
+    fused = sum(site["status"] == "fused" for site in sites)
+    console.out.print(f"{fused} of {len(sites)} sites fused", highlight=False)
+
+
+def _parse_dims(values: tuple[str, ...]) -> dict[str, int]:
+    sizes = {}
+    for value in values:
+        name, _, size = value.rpartition("=")
+        if not name or not size.isdigit():
+            raise click.BadParameter(f"{value!r} is not NAME=SIZE, for instance batch=8", param_hint="--dim")
+        sizes[name] = int(size)
+    return sizes
+
+
+def _load_inputs(paths: tuple[Path, ...]) -> list[dict] | None:
+    import numpy as np
+
+    sets = []
+    for path in paths:
+        try:
+            with np.load(path) as file:
+                sets.append(dict(file))
+        except (OSError, ValueError) as error:
+            raise OrtPluginsError(f"{path} cannot be read as .npz: {error}") from error
+    return sets or None
+
+
+@main.command()
+@click.argument("original", metavar="ORIGINAL.onnx", type=_ONNX)
+@click.argument("rewritten", metavar="[REWRITTEN.onnx]", type=_ONNX, required=False)
+@_PROVIDER
+@_REPORT
+@click.option("--batch", type=click.IntRange(min=1), help="Size of symbolic batch dimensions.")
+@click.option("--length", type=click.IntRange(min=1), help="Size of other symbolic dimensions, such as the sequence.")
+@click.option("--dim", "dims", multiple=True, metavar="NAME=SIZE", help="Size of the symbolic dimension NAME. Repeatable.")
+@click.option("--inputs", multiple=True, type=_ONNX, metavar="FILE.npz",
+              help="Inputs by name, instead of made ones. Repeatable; each file is one set.")
+@click.option("--atol", type=click.FloatRange(min=0), help="Largest absolute difference allowed between the two models. "
+              "[default: a bound from a float64 run of the original]")
+@click.option("--layers", is_flag=True, help="Also compare every intermediate tensor that both graphs have.")
+@click.option("--no-latency", is_flag=True, help="Compare outputs only.")
+@click.option("--seconds", type=click.FloatRange(min=0.1), default=2.0, show_default=True, help="Least time for the latency.")
+@_THREADS
+@click.option("--library", type=_ONNX, help="Another build of the custom-op library.")
+@click.option("--seed", type=int, default=0, show_default=True, help="Seed of the inputs made.")
+def compare(original: Path, rewritten: Path | None, provider: str, report: Path | None, batch: int | None, length: int | None,
+            dims: tuple[str, ...], inputs: tuple[Path, ...], atol: float | None, layers: bool, no_latency: bool,
+            seconds: float, threads: int | None, library: Path | None, seed: int) -> None:
+    """Run both models on the same inputs; compare outputs and latency.
+
+    Without REWRITTEN.onnx the original is rewritten first. The original is also evaluated in float64: the rewritten model
+    may have at most twice the original's own error (and four units in the last place of the largest value). Where the
+    graph cannot be evaluated in float64, the table says so and a stated bound is used. NaN never passes. The exit status
+    is 1 when an output is out of its bound.
+
+    \b
+    Examples:
+      ortplugins compare model.onnx
+      ortplugins compare model.onnx fused.onnx --batch 8 --length 128
+      ortplugins compare model.onnx fused.onnx --dim batch=4 --dim sequence=256 --provider cuda
+      ortplugins compare model.onnx fused.onnx --inputs real.npz --layers --report compare.json
+    """
+    from .compare import compare as compare_models
+
+    for path in filter(None, (original, rewritten)):
+        _require_file(path)
+    with console.progress_bar() as progress:
+        result = compare_models(
+            original, rewritten, provider=provider, inputs=_load_inputs(inputs), sizes=_parse_dims(dims), batch=batch,
+            length=length, atol=atol, layers=layers, latency=not no_latency, min_seconds=seconds, threads=threads,
+            library=library, report=report, seed=seed, progress=progress)
+    if result.rewrite_report is not None:
+        _show_sites(result.rewrite_report["sites"])
+    for case in result.cases:
+        _show_outputs(f"Outputs for {console.shapes(case.inputs)}", case.outputs)
+        if case.no_reference:
+            console.out.print(f"no float64 reference ({escape(case.no_reference)}): bounds are on the difference", highlight=False)
+    if layers:
+        worst = sorted(result.layers, key=lambda o: (o.passed, -(o.error_rewritten or o.difference or 0) / (o.bound or 1)))
+        shown = [o for o in worst if not o.passed][:50] or worst[:8]
+        _show_outputs(f"Layers: {sum(o.passed for o in worst)} of {len(worst)} within their bounds; the worst", shown)
+    if result.latency is not None:
+        _show_latency(result.latency, provider)
+    console.out.print(f"[{'green' if result.passed else 'bold red'}]{'PASSED' if result.passed else 'FAILED'}[/]: "
+                      f"outputs of {escape(result.rewritten)} against {escape(result.original)}, ONNX Runtime {result.onnxruntime}",
+                      highlight=False)
+    if not result.passed:
+        sys.exit(1)
+
+
+def _show_outputs(title: str, outputs: list) -> None:
+    numbers = ["stock error", "our error", "bound"]
+    table = console.table(title, ["output", "shape", *numbers, "against", ""], numbers)
+    for o in outputs:
+        ours = o.error_rewritten if o.reference else o.difference
+        table.add_row(escape(o.name), f"{console.shape(o.shape)} {o.dtype}", console.error(o.error_original), console.error(ours),
+                      console.error(o.bound), o.reference or "stock", console.passed(o.passed))
+    console.out.print(table)
+    for o in outputs:
+        if o.reason:
+            console.out.print(f"[red]{escape(o.name)}[/]: {escape(o.reason)}", highlight=False)
+
+
+def _show_latency(latency, provider: str) -> None:
+    table = console.table(f"Latency on {provider}, median (10th .. 90th percentile)", ["inputs", "stock", "ours", "speed"], ["speed"])
+    table.add_row(console.shapes(latency.inputs), console.timing(latency.original), console.timing(latency.rewritten),
+                  console.ratio(latency.ratio, latency.verdict))
+    console.out.print(table)
+    console.out.print(f"[dim]{latency.measured}[/dim]")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,77 @@
+"""Tables, progress and messages of the command line."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+_PIPE_WIDTH = 120
+
+out = Console(width=None if sys.stdout.isatty() else _PIPE_WIDTH)
+"""Results go here."""
+
+err = Console(stderr=True)
+"""Progress and messages go here, so that results can be piped."""
+
+VERDICT_STYLE = {"faster": "green", "same": "default", "slower": "red"}
+
+
+@contextlib.contextmanager
+def progress_bar() -> Iterator[Callable[[str, float], None]]:
+    """A bar for work told as (what, fraction); nothing is drawn where stderr is no terminal."""
+    bar = Progress(TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), console=err, transient=True,
+                   disable=not sys.stderr.isatty())
+    with bar:
+        task = bar.add_task("starting", total=1.0)
+        yield lambda what, fraction: bar.update(task, description=what, completed=fraction)
+
+
+def table(title: str, columns: Iterable[str], numbers: Iterable[str] = ()) -> Table:
+    """An empty table; the columns in ``numbers`` are aligned to the right."""
+    result = Table(title=title, title_justify="left", title_style="bold", header_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
+    numbers = set(numbers)
+    for column in columns:
+        result.add_column(column, justify="right" if column in numbers else "left", overflow="fold")
+    return result
+
+
+def passed(ok: bool) -> str:
+    """The word for a verdict, coloured."""
+    return "[green]ok[/green]" if ok else "[bold red]FAILED[/bold red]"
+
+
+def shape(dims: Iterable[int]) -> str:
+    """``2x128``, or ``scalar``."""
+    return "x".join(map(str, dims)) or "scalar"
+
+
+def shapes(inputs: Mapping[str, Iterable[int]]) -> str:
+    """``input_ids 2x128, attention_mask 2x128``."""
+    return ", ".join(f"{name} {shape(dims)}" for name, dims in inputs.items())
+
+
+def error(value: float | None) -> str:
+    """An error with two digits, or a dash."""
+    return "-" if value is None else f"{value:.1e}"
+
+
+def microseconds(value: float) -> str:
+    """A time with three digits, in the unit that suits it."""
+    return f"{value:.3g} us" if value < 1000 else f"{value / 1000:.3g} ms" if value < 1e6 else f"{value / 1e6:.3g} s"
+
+
+def timing(value: Any) -> str:
+    """A median with its spread: ``1.23 ms (1.20 .. 1.31 ms)``."""
+    return f"{microseconds(value.median_us)} [dim]({' .. '.join(map(microseconds, value.spread_us))})[/dim]"
+
+
+def ratio(value: float, verdict: str) -> str:
+    """How many times as fast, coloured by the verdict."""
+    return f"[{VERDICT_STYLE[verdict]}]{value:.2f}x[/] {'' if verdict == 'same' else verdict}".rstrip()
