@@ -1,5 +1,7 @@
+#include <algorithm>
 #include <cmath>
 #include <string>
+#include <thread>
 
 #include "core/attrs.h"
 #include "core/device.h"
@@ -115,6 +117,7 @@ const DeviceInfo& cpu_device() {
     DeviceInfo device;
     device.kind = DeviceKind::kCpu;
     device.isa = detect_isa();
+    device.cores = std::max(1, static_cast<int>(std::thread::hardware_concurrency()));
     return device;
   }();
   return info;

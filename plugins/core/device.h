@@ -14,6 +14,7 @@ struct DeviceInfo {
   DeviceKind kind = DeviceKind::kCpu;
   // CPU
   CpuIsa isa = CpuIsa::kGeneric;
+  int cores = 1;  // that this process may use: no pool runs more tasks at once to any gain
   // CUDA
   int ordinal = 0;
   int sm = 0;  // compute capability, 10 * major + minor

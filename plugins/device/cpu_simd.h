@@ -308,6 +308,58 @@ ORTPLUGINS_SIMD void store_streaming(float* p, Float v) {
 #endif
 }
 
+// --- Transposition ----------------------------------------------------------------------------------------------------
+
+// rows[i][j] becomes rows[j][i].
+ORTPLUGINS_SIMD void transpose(Float (&rows)[kWidth]) {
+#if defined(__AVX2__)
+  // Within 128-bit blocks first: afterwards block b of rows[4 * g + c] holds rows 4 * g to 4 * g + 3 of column 4 * b + c.
+  for (int g = 0; g < kWidth; g += 4) {
+#if defined(__AVX512F__)
+    const __m512d t0 = _mm512_castps_pd(_mm512_unpacklo_ps(rows[g], rows[g + 1]));
+    const __m512d t1 = _mm512_castps_pd(_mm512_unpackhi_ps(rows[g], rows[g + 1]));
+    const __m512d t2 = _mm512_castps_pd(_mm512_unpacklo_ps(rows[g + 2], rows[g + 3]));
+    const __m512d t3 = _mm512_castps_pd(_mm512_unpackhi_ps(rows[g + 2], rows[g + 3]));
+    rows[g] = _mm512_castpd_ps(_mm512_unpacklo_pd(t0, t2));
+    rows[g + 1] = _mm512_castpd_ps(_mm512_unpackhi_pd(t0, t2));
+    rows[g + 2] = _mm512_castpd_ps(_mm512_unpacklo_pd(t1, t3));
+    rows[g + 3] = _mm512_castpd_ps(_mm512_unpackhi_pd(t1, t3));
+#else
+    const __m256d t0 = _mm256_castps_pd(_mm256_unpacklo_ps(rows[g], rows[g + 1]));
+    const __m256d t1 = _mm256_castps_pd(_mm256_unpackhi_ps(rows[g], rows[g + 1]));
+    const __m256d t2 = _mm256_castps_pd(_mm256_unpacklo_ps(rows[g + 2], rows[g + 3]));
+    const __m256d t3 = _mm256_castps_pd(_mm256_unpackhi_ps(rows[g + 2], rows[g + 3]));
+    rows[g] = _mm256_castpd_ps(_mm256_unpacklo_pd(t0, t2));
+    rows[g + 1] = _mm256_castpd_ps(_mm256_unpackhi_pd(t0, t2));
+    rows[g + 2] = _mm256_castpd_ps(_mm256_unpacklo_pd(t1, t3));
+    rows[g + 3] = _mm256_castpd_ps(_mm256_unpackhi_pd(t1, t3));
+#endif
+  }
+  // Then the blocks among the groups g.
+  for (int c = 0; c < 4; ++c) {
+#if defined(__AVX512F__)
+    const __m512 low0 = _mm512_shuffle_f32x4(rows[c], rows[4 + c], 0x44), high0 = _mm512_shuffle_f32x4(rows[c], rows[4 + c], 0xee);
+    const __m512 low1 = _mm512_shuffle_f32x4(rows[8 + c], rows[12 + c], 0x44), high1 = _mm512_shuffle_f32x4(rows[8 + c], rows[12 + c], 0xee);
+    rows[c] = _mm512_shuffle_f32x4(low0, low1, 0x88);
+    rows[4 + c] = _mm512_shuffle_f32x4(low0, low1, 0xdd);
+    rows[8 + c] = _mm512_shuffle_f32x4(high0, high1, 0x88);
+    rows[12 + c] = _mm512_shuffle_f32x4(high0, high1, 0xdd);
+#else
+    const __m256 low = _mm256_permute2f128_ps(rows[c], rows[4 + c], 0x20);
+    rows[4 + c] = _mm256_permute2f128_ps(rows[c], rows[4 + c], 0x31);
+    rows[c] = low;
+#endif
+  }
+#else
+  const Float t0 = __builtin_shuffle(rows[0], rows[1], Int{0, 4, 1, 5}), t1 = __builtin_shuffle(rows[0], rows[1], Int{2, 6, 3, 7});
+  const Float t2 = __builtin_shuffle(rows[2], rows[3], Int{0, 4, 1, 5}), t3 = __builtin_shuffle(rows[2], rows[3], Int{2, 6, 3, 7});
+  rows[0] = __builtin_shuffle(t0, t2, Int{0, 1, 4, 5});
+  rows[1] = __builtin_shuffle(t0, t2, Int{2, 3, 6, 7});
+  rows[2] = __builtin_shuffle(t1, t3, Int{0, 1, 4, 5});
+  rows[3] = __builtin_shuffle(t1, t3, Int{2, 3, 6, 7});
+#endif
+}
+
 // --- Elementary functions --------------------------------------------------------------------------------------------
 
 namespace detail {

@@ -110,9 +110,9 @@ bool supports_avx2(const AttentionParams&, const DeviceInfo& device) { return de
 bool supports_any(const AttentionParams&, const DeviceInfo&) { return true; }
 
 constexpr Variant<AttentionParams> kAttentionVariants[] = {
-    {3, "cpu_avx512", DeviceKind::kCpu, supports_avx512, launch_attention_cpu_avx512},
-    {2, "cpu_avx2", DeviceKind::kCpu, supports_avx2, launch_attention_cpu_avx2},
-    {1, "cpu_generic", DeviceKind::kCpu, supports_any, launch_attention_cpu_generic},
+    {3, "cpu_avx512", DeviceKind::kCpu, supports_avx512, launch_attention_cpu_avx512, attention_cpu_workspace_bytes_avx512},
+    {2, "cpu_avx2", DeviceKind::kCpu, supports_avx2, launch_attention_cpu_avx2, attention_cpu_workspace_bytes_avx2},
+    {1, "cpu_generic", DeviceKind::kCpu, supports_any, launch_attention_cpu_generic, attention_cpu_workspace_bytes_generic},
 };
 
 using Functions = OpFunctions<AttentionParams, attention_spec::kSpec, bind, kAttentionVariants>;

@@ -8,5 +8,8 @@ namespace ortplugins {
 Status launch_attention_cpu_avx512(const AttentionParams& params, const ExecContext& context);
 Status launch_attention_cpu_avx2(const AttentionParams& params, const ExecContext& context);
 Status launch_attention_cpu_generic(const AttentionParams& params, const ExecContext& context);
+int64_t attention_cpu_workspace_bytes_avx512(const AttentionParams& params, const DeviceInfo& device);
+int64_t attention_cpu_workspace_bytes_avx2(const AttentionParams& params, const DeviceInfo& device);
+int64_t attention_cpu_workspace_bytes_generic(const AttentionParams& params, const DeviceInfo& device);
 
 }  // namespace ortplugins
