@@ -109,7 +109,27 @@ bool supports_avx512(const AttentionParams&, const DeviceInfo& device) { return 
 bool supports_avx2(const AttentionParams&, const DeviceInfo& device) { return device.isa >= CpuIsa::kAvx2; }
 bool supports_any(const AttentionParams&, const DeviceInfo&) { return true; }
 
+#if ORTPLUGINS_WITH_CUDA
+bool is_half(const AttentionParams& p) { return p.dtype != DType::kFloat32; }
+bool fits_head(const AttentionParams& p, int64_t dim) { return p.head_dim <= dim && p.v_head_dim <= dim; }
+
+template <int64_t kDim>
+bool supports_mma(const AttentionParams& p, const DeviceInfo& device) {
+  return device.sm >= 80 && is_half(p) && fits_head(p, kDim);
+}
+// Few queries: the heads of a group share a tile of 16 rows, and the keys are split over blocks.
+bool supports_simt_split(const AttentionParams& p, const DeviceInfo&) { return p.q_len <= 16; }
+#endif
+
 constexpr Variant<AttentionParams> kAttentionVariants[] = {
+#if ORTPLUGINS_WITH_CUDA
+    {131, "sm80_mma_128x64x64", DeviceKind::kCuda, supports_mma<64>, launch_attention_mma_64},
+    {132, "sm80_mma_128x32x128", DeviceKind::kCuda, supports_mma<128>, launch_attention_mma_128},
+    {133, "sm80_mma_64x32x256", DeviceKind::kCuda, supports_mma<256>, launch_attention_mma_256},
+    {102, "simt_fp32_16x64_split", DeviceKind::kCuda, supports_simt_split, launch_attention_simt_split,
+     attention_simt_split_workspace},
+    {101, "simt_fp32_64x64", DeviceKind::kCuda, supports_any, launch_attention_simt},
+#endif
     {3, "cpu_avx512", DeviceKind::kCpu, supports_avx512, launch_attention_cpu_avx512, attention_cpu_workspace_bytes_avx512},
     {2, "cpu_avx2", DeviceKind::kCpu, supports_avx2, launch_attention_cpu_avx2, attention_cpu_workspace_bytes_avx2},
     {1, "cpu_generic", DeviceKind::kCpu, supports_any, launch_attention_cpu_generic, attention_cpu_workspace_bytes_generic},

@@ -12,4 +12,13 @@ int64_t attention_cpu_workspace_bytes_avx512(const AttentionParams& params, cons
 int64_t attention_cpu_workspace_bytes_avx2(const AttentionParams& params, const DeviceInfo& device);
 int64_t attention_cpu_workspace_bytes_generic(const AttentionParams& params, const DeviceInfo& device);
 
+#if ORTPLUGINS_WITH_CUDA
+Status launch_attention_simt(const AttentionParams& params, const ExecContext& context);
+Status launch_attention_simt_split(const AttentionParams& params, const ExecContext& context);
+int64_t attention_simt_split_workspace(const AttentionParams& params, const DeviceInfo& device);
+Status launch_attention_mma_64(const AttentionParams& params, const ExecContext& context);
+Status launch_attention_mma_128(const AttentionParams& params, const ExecContext& context);
+Status launch_attention_mma_256(const AttentionParams& params, const ExecContext& context);
+#endif
+
 }  // namespace ortplugins
