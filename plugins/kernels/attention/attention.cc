@@ -119,10 +119,20 @@ bool supports_mma(const AttentionParams& p, const DeviceInfo& device) {
 }
 // Few queries: the heads of a group share a tile of 16 rows, and the keys are split over blocks.
 bool supports_simt_split(const AttentionParams& p, const DeviceInfo&) { return p.q_len <= 16; }
+template <int64_t kDim>
+bool supports_mma_split(const AttentionParams& p, const DeviceInfo& device) {
+  return supports_mma<kDim>(p, device) && p.q_len <= 16;
+}
 #endif
 
 constexpr Variant<AttentionParams> kAttentionVariants[] = {
 #if ORTPLUGINS_WITH_CUDA
+    {121, "sm80_mma_16x64x64_s4_split", DeviceKind::kCuda, supports_mma_split<64>, launch_attention_mma_split_64,
+     attention_mma_split_workspace},
+    {122, "sm80_mma_16x64x128_s2_split", DeviceKind::kCuda, supports_mma_split<128>, launch_attention_mma_split_128,
+     attention_mma_split_workspace},
+    {123, "sm80_mma_16x32x256_s2_split", DeviceKind::kCuda, supports_mma_split<256>, launch_attention_mma_split_256,
+     attention_mma_split_workspace},
     {131, "sm80_mma_128x64x64", DeviceKind::kCuda, supports_mma<64>, launch_attention_mma_64},
     {132, "sm80_mma_128x32x128", DeviceKind::kCuda, supports_mma<128>, launch_attention_mma_128},
     {133, "sm80_mma_64x32x256", DeviceKind::kCuda, supports_mma<256>, launch_attention_mma_256},

@@ -16,6 +16,10 @@ int64_t attention_cpu_workspace_bytes_generic(const AttentionParams& params, con
 Status launch_attention_simt(const AttentionParams& params, const ExecContext& context);
 Status launch_attention_simt_split(const AttentionParams& params, const ExecContext& context);
 int64_t attention_simt_split_workspace(const AttentionParams& params, const DeviceInfo& device);
+Status launch_attention_mma_split_64(const AttentionParams& params, const ExecContext& context);
+Status launch_attention_mma_split_128(const AttentionParams& params, const ExecContext& context);
+Status launch_attention_mma_split_256(const AttentionParams& params, const ExecContext& context);
+int64_t attention_mma_split_workspace(const AttentionParams& params, const DeviceInfo& device);
 Status launch_attention_mma_64(const AttentionParams& params, const ExecContext& context);
 Status launch_attention_mma_128(const AttentionParams& params, const ExecContext& context);
 Status launch_attention_mma_256(const AttentionParams& params, const ExecContext& context);
