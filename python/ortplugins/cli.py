@@ -272,5 +272,61 @@ def demo(output: Path | None, seconds: float, threads: int | None) -> None:
                       highlight=False)
 
 
+@main.command()
+@click.argument("ops", nargs=-1, metavar="[OP]...")
+@click.option("--provider", type=click.Choice(list(PROVIDERS)), default="cpu", show_default=True)
+@click.option("--json", "json_path", type=_ONNX, metavar="FILE", help="Write the records, with environment and kernel digest.")
+@click.option("--threads", type=click.IntRange(min=1), default=2, show_default=True, help="Threads of the CPU provider.")
+@click.option("--seconds", type=click.FloatRange(min=0.05), default=2.0, show_default=True, help="Least time for each problem.")
+@click.option("--digest", is_flag=True, help="Print the digest of the kernel sources and stop: of the source tree in the current "
+              "folder, or else of those that the installed library was built from.")
+def bench(ops: tuple[str, ...], provider: str, json_path: Path | None, threads: int, seconds: float, digest: bool) -> None:
+    """Measure each OP (softmax, gemm, attention; all by default) against the best that is there without it.
+
+    Ours and its rivals run in the same process in alternation, after the result was checked against float64. On the CPU
+    the rival is a session of stock nodes with the same number of threads.
+
+    \b
+    Examples:
+      ortplugins bench
+      ortplugins bench softmax attention --threads 2 --json cpu.json
+      ortplugins bench gemm --provider cuda --json gemm.json
+      ortplugins bench --digest
+    """
+    from .bench import digest as sources
+    from .bench import records as recording
+    from .bench.workloads import WORKLOADS
+    from .build_info import library_digest
+
+    if digest:
+        here = Path.cwd()
+        click.echo(sources.kernel_digest(here) if sources.is_source_tree(here) else library_digest())
+        return
+    if unknown := set(ops) - WORKLOADS.keys():
+        raise click.BadParameter(f"{', '.join(sorted(unknown))}: there are {', '.join(WORKLOADS)}", param_hint="OP")
+    command = " ".join(["ortplugins", *sys.argv[1:]])
+    with console.progress_bar() as progress:
+        if provider == "cuda":
+            from .bench import cuda as side
+        else:
+            from .bench import cpu as side
+        environment, measured = side.run(ops or tuple(WORKLOADS), threads=threads, min_seconds=seconds, command=command, progress=progress)
+    if json_path is not None:
+        recording.write_records(json_path, environment, measured)
+    _show_records(environment, measured)
+
+
+def _show_records(environment: dict, records: list) -> None:
+    baselines = list(dict.fromkeys(name for r in records for name in r.baselines))
+    numbers = ["error", "time", *baselines]
+    table = console.table(f"{environment['device']}, ONNX Runtime {environment['onnxruntime']}", ["op", "problem", "variant", *numbers], numbers)
+    for r in records:
+        problem = " ".join(f"{k} {v}" for k, v in r.shape.items() if v not in (False, "none"))
+        cells = [f"{console.microseconds(r.baselines[b]['median_us'])} ({r.ratio(b):.2f}x)" if b in r.baselines else "-" for b in baselines]
+        table.add_row(r.op, problem, r.variant, console.error(r.error), console.microseconds(r.median_us), *cells)
+    console.out.print(table)
+    console.out.print("[dim]medians, in alternation; in brackets how many times as fast ours is[/dim]", highlight=False)
+
+
 if __name__ == "__main__":
     main()

@@ -120,7 +120,12 @@ def _load_error(path: Path) -> str | None:
     result = subprocess.run([sys.executable, "-c", code, str(path)], capture_output=True, text=True, check=False)
     if result.returncode == 0:
         return None
-    return result.stderr.strip().rpartition("\n")[2] or f"the process that loaded it ended with status {result.returncode}"
+    return _last_line(result)
+
+
+def _last_line(result: subprocess.CompletedProcess[str]) -> str:
+    line = result.stderr.strip().rpartition("\n")[2]
+    return re.sub(r"^[\w.]*(Error|Exception): ", "", line) or f"the process ended with status {result.returncode}"
 
 
 def _try_op(provider: str) -> str | None:
@@ -131,7 +136,7 @@ def _try_op(provider: str) -> str | None:
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, env=env)
     if result.returncode == 0:
         return None
-    return result.stderr.strip().rpartition("\n")[2] or f"the process ended with status {result.returncode}"
+    return _last_line(result)
 
 
 def run_one_op(provider: str) -> None:
@@ -191,8 +196,8 @@ def _toolkit_version() -> str | None:
 
 def diagnose(facts: Facts) -> list[Finding]:
     """The findings for ``facts``, in the order of the table."""
-    findings = [Finding("ortplugins", "ok", f"{__version__}, CPU kernels: {facts.cpu_isa or 'unknown'}, CUDA kernels: "
-                        f"{_built_with(facts)}")]
+    kernels = f", CPU kernels: {facts.cpu_isa}, CUDA kernels: {_built_with(facts)}" if facts.cpu_isa else ""
+    findings = [Finding("ortplugins", "ok", __version__ + kernels)]
     if (facts.system, facts.machine) != ("Linux", "x86_64"):
         findings.append(Finding("platform", "fail", f"{facts.system} {facts.machine}", "the library is built for Linux on x86_64"))
     findings += _diagnose_onnxruntime(facts)
