@@ -360,6 +360,13 @@ ORTPLUGINS_SIMD void transpose(Float (&rows)[kWidth]) {
 #endif
 }
 
+// Makes streaming stores visible to other threads before whatever follows.
+ORTPLUGINS_SIMD void streaming_fence() {
+#if defined(__AVX2__)
+  _mm_sfence();
+#endif
+}
+
 // --- Elementary functions --------------------------------------------------------------------------------------------
 
 namespace detail {
@@ -422,6 +429,13 @@ ORTPLUGINS_SIMD Float product_error(Float a, Float b, Float product) {
   const Float a_low = a - a_high, b_low = b - b_high;
   return ((a_high * b_high - product) + a_high * b_low + a_low * b_high) + a_low * b_low;
 #endif
+}
+
+// 1 / (1 + e^-(x + low)), where low is the rounding error of x, within 4 ulp for every x.
+ORTPLUGINS_SIMD Float sigmoid(Float x, Float low) {
+  const Int negative = x < zero();
+  const Float z = exp(negative ? x : -x, negative ? low : -low);  // at most 1: no overflow, no cancellation
+  return (negative ? z : broadcast(1.0F)) / (1.0F + z);
 }
 
 // tanh x within 1.5 ulp.

@@ -9,4 +9,13 @@ Status launch_gemm_cpu_avx512(const GemmParams& params, const ExecContext& conte
 Status launch_gemm_cpu_avx2(const GemmParams& params, const ExecContext& context);
 Status launch_gemm_cpu_generic(const GemmParams& params, const ExecContext& context);
 
+// Constant b, batch matrices one after the other, in the layout of the CPU kernels of an instruction set. The buffer has
+// any alignment but must not be moved; a kernel of another instruction set takes b as it is instead.
+int64_t packed_gemm_b_bytes_cpu_avx512(int64_t batch, int64_t k, int64_t n);
+int64_t packed_gemm_b_bytes_cpu_avx2(int64_t batch, int64_t k, int64_t n);
+int64_t packed_gemm_b_bytes_cpu_generic(int64_t batch, int64_t k, int64_t n);
+void pack_gemm_b_cpu_avx512(const void* b, DType dtype, bool trans, int64_t batch, int64_t k, int64_t n, void* packed);
+void pack_gemm_b_cpu_avx2(const void* b, DType dtype, bool trans, int64_t batch, int64_t k, int64_t n, void* packed);
+void pack_gemm_b_cpu_generic(const void* b, DType dtype, bool trans, int64_t batch, int64_t k, int64_t n, void* packed);
+
 }  // namespace ortplugins

@@ -1,0 +1,422 @@
+// FusedSoftmax on the CPU.
+//
+// Along contiguous columns a row is a run of vectors: its scores (scale * x + mask), its exponentials and its result pass
+// through a buffer in L1, and x and y are touched once. A longer row is read twice: once for its running maximum and sum,
+// block by block, once for the result.
+//
+// Along any other axis the lanes of a vector are different rows. With at least kWidth of them side by side (inner), a
+// step is one column of 4 or 1 vectors of rows. With fewer, a step takes as many whole columns as fit into a vector; the
+// lanes of one row are brought together after the last step.
+#include <cmath>
+#include <cstdint>
+#include <type_traits>
+
+#include "device/cpu_isa.h"
+#include "device/cpu_simd.h"
+#include "kernels/softmax/variants.h"
+
+namespace ortplugins {
+namespace {
+
+using simd::Float;
+using simd::Int;
+using simd::kInfinity;
+using simd::kWidth;
+
+constexpr int64_t kBufferCols = 4096;    // 16 KiB: half of the smallest L1
+constexpr int64_t kBlockCols = 2048;     // of a longer row
+constexpr int64_t kTaskElements = 16384;  // about 10 us, several times the cost of handing out a task
+constexpr int64_t kMaxTasks = 32;
+// An output larger than this will not be read back from a cache; writing past the caches saves reading its lines first.
+constexpr int64_t kStreamingBytes = int64_t{24} << 20;
+
+enum class Mask : uint8_t { kNone, kAdditive, kBool };
+
+template <class T, Mask kMask>
+using MaskElement = std::conditional_t<kMask == Mask::kBool, bool, T>;
+
+// n lanes of x from p on; those behind are zero.
+template <class T>
+ORTPLUGINS_SIMD Float load_lanes(const T* p, int64_t n) {
+  return n == kWidth ? simd::load(p) : simd::load_tail(p, n);
+}
+template <class T>
+ORTPLUGINS_SIMD void store_lanes(T* p, Float v, int64_t n) {
+  if (n == kWidth) {
+    simd::store(p, v);
+  } else {
+    simd::store_tail(p, v, n);
+  }
+}
+
+// scale * x with the mask elements at `mask`, which are the same for all lanes where `uniform`.
+template <Mask kMask, class T>
+ORTPLUGINS_SIMD Float score(Float x, Float scale, const MaskElement<T, kMask>* mask, bool uniform, int64_t n) {
+  if constexpr (kMask == Mask::kAdditive) {
+    return simd::fma(x, scale, uniform ? simd::broadcast(simd::load_scalar(mask)) : load_lanes(mask, n));
+  } else if constexpr (kMask == Mask::kBool) {
+    const Int visible = uniform ? Int{} - static_cast<int32_t>(*mask) : simd::load_bool(mask, n);
+    return visible ? x * scale : simd::broadcast(-kInfinity);
+  } else {
+    return x * scale;
+  }
+}
+
+// What is subtracted from the scores of a row with maximum m: a row of nothing but -inf (and NaN) must not become NaN.
+float shift_of(float m) { return m == -kInfinity ? 0.0F : m; }
+
+// Factor on the exponentials: 0 for a fully masked row.
+float factor_of(float m, float sum) { return m == -kInfinity && sum == 0.0F ? 0.0F : 1.0F / sum; }
+
+// What is subtracted from a shifted score to give its logarithm.
+float log_sum_of(float m, float sum) { return m == -kInfinity && sum == 0.0F ? 0.0F : std::log(sum); }
+
+// --- Rows of contiguous columns ----------------------------------------------------------------------------------------
+
+template <class T, Mask kMask>
+class ContiguousRows {
+ public:
+  explicit ContiguousRows(const SoftmaxParams& p)
+      : p_(p), scale_(simd::broadcast(p.scale)), streaming_(p.rows * p.cols * static_cast<int64_t>(sizeof(T)) >= kStreamingBytes) {}
+
+  void run(int64_t first_row, int64_t end_row) {
+    for (int64_t row = first_row; row < end_row; ++row) {
+      const T* x = static_cast<const T*>(p_.x) + row * p_.cols;
+      T* y = static_cast<T*>(p_.y) + row * p_.cols;
+      const Element* mask = nullptr;
+      if constexpr (kMask != Mask::kNone) mask = static_cast<const Element*>(p_.mask) + p_.mask_row_offset(row);
+      if (p_.cols <= kBufferCols) {
+        short_row(x, mask, y);
+      } else {
+        long_row(x, mask, y);
+      }
+    }
+    if (streaming_) simd::streaming_fence();
+  }
+
+ private:
+  using Element = MaskElement<T, kMask>;
+  // Reading float x again is cheaper than writing its scores.
+  static constexpr bool kRecompute = kMask == Mask::kNone && sizeof(T) == sizeof(float);
+
+  Float score_at(const T* x, const Element* mask, int64_t c, int64_t n) const {
+    return score<kMask, T>(load_lanes(x + c, n), scale_, mask + c * p_.mask_col_stride, p_.mask_col_stride == 0, n);
+  }
+
+  // Maximum of the scores of n columns, which go to the buffer unless they are cheap; lanes behind them hold -inf.
+  template <bool kStore>
+  float scores(const T* x, const Element* mask, int64_t n) {
+    Float m[4];
+    for (Float& v : m) v = simd::broadcast(-kInfinity);
+    int64_t c = 0;
+    for (; c + 4 * kWidth <= n; c += 4 * kWidth) {
+#pragma GCC unroll 4
+      for (int u = 0; u < 4; ++u) {
+        const Float v = score_at(x, mask, c + u * kWidth, kWidth);
+        m[u] = simd::max(m[u], v);
+        if constexpr (kStore) simd::store(buffer_ + c + u * kWidth, v);
+      }
+    }
+    for (; c < n; c += kWidth) {
+      const int64_t lanes = n - c < kWidth ? n - c : kWidth;
+      const Float s = score_at(x, mask, c, lanes);
+      const Float v = simd::lane_mask(lanes) ? s : simd::broadcast(-kInfinity);
+      m[0] = simd::max(m[0], v);
+      if constexpr (kStore) simd::store(buffer_ + c, v);
+    }
+    return simd::reduce_max(simd::max(simd::max(m[0], m[1]), simd::max(m[2], m[3])));
+  }
+
+  // Sum of e^(score - shift) of n columns; the exponentials replace the scores in the buffer where `kStore`.
+  template <bool kFromX, bool kStore>
+  float exponentials(const T* x, const Element* mask, int64_t n, float shift) {
+    const Float shifts = simd::broadcast(shift);
+    Float sum[2] = {simd::zero(), simd::zero()};
+    const auto step = [&](int64_t c, int64_t lanes, Float& total) {
+      Float v = kFromX ? score_at(x, mask, c, lanes) : simd::load(buffer_ + c);
+      if (kFromX && lanes < kWidth) v = simd::lane_mask(lanes) ? v : simd::broadcast(-kInfinity);
+      const Float e = simd::exp_nonpositive(v - shifts);
+      total += e;
+      if constexpr (kStore) simd::store(buffer_ + c, e);
+    };
+    int64_t c = 0;
+    for (; c + 2 * kWidth <= n; c += 2 * kWidth) {
+      step(c, kWidth, sum[0]);
+      step(c + kWidth, kWidth, sum[1]);
+    }
+    for (; c < n; c += kWidth) step(c, n - c < kWidth ? n - c : kWidth, sum[0]);
+    return simd::reduce_sum(sum[0] + sum[1]);
+  }
+
+  // y[c] = value(c, lanes) for c < n, past the caches where that pays.
+  template <class Value>
+  void write(T* y, int64_t n, const Value& value) const {
+    int64_t c = 0;
+    if constexpr (sizeof(T) == sizeof(float)) {
+      if (streaming_ && n >= 2 * kWidth) {
+        constexpr uintptr_t kBytes = kWidth * sizeof(float);
+        if (const int64_t head = static_cast<int64_t>((kBytes - reinterpret_cast<uintptr_t>(y) % kBytes) % kBytes / sizeof(float)); head != 0) {
+          simd::store_tail(y, value(c, head), head);
+          c = head;
+        }
+        for (; c + kWidth <= n; c += kWidth) simd::store_streaming(y + c, value(c, kWidth));
+      }
+    }
+    for (; c + kWidth <= n; c += kWidth) simd::store(y + c, value(c, kWidth));
+    if (c < n) simd::store_tail(y + c, value(c, n - c), n - c);
+  }
+
+  void short_row(const T* x, const Element* mask, T* y) {
+    const float m = scores<!kRecompute>(x, mask, p_.cols);
+    const Float shift = simd::broadcast(shift_of(m));
+    if (p_.log) {
+      const float sum = exponentials<kRecompute, false>(x, mask, p_.cols, shift_of(m));
+      const Float log_sum = simd::broadcast(log_sum_of(m, sum));
+      write(y, p_.cols, [&](int64_t c, int64_t lanes) {
+        const Float v = kRecompute ? score_at(x, mask, c, lanes) : simd::load(buffer_ + c);
+        return (v - shift) - log_sum;
+      });
+    } else {
+      const float sum = exponentials<kRecompute, true>(x, mask, p_.cols, shift_of(m));
+      const Float factor = simd::broadcast(factor_of(m, sum));
+      write(y, p_.cols, [&](int64_t c, int64_t) { return simd::load(buffer_ + c) * factor; });
+    }
+  }
+
+  void long_row(const T* x, const Element* mask, T* y) {
+    float m = -kInfinity, sum = 0.0F;
+    for (int64_t c = 0; c < p_.cols; c += kBlockCols) {
+      const int64_t n = p_.cols - c < kBlockCols ? p_.cols - c : kBlockCols;
+      const Element* block_mask = mask + c * p_.mask_col_stride;
+      const float block_m = scores<!kRecompute>(x + c, block_mask, n);
+      const float new_m = block_m > m ? block_m : m;
+      const float block_sum = exponentials<kRecompute, false>(x + c, block_mask, n, shift_of(new_m));
+      sum = sum * std::exp(m - shift_of(new_m)) + block_sum;
+      m = new_m;
+    }
+    const Float shift = simd::broadcast(shift_of(m));
+    if (p_.log) {
+      const Float log_sum = simd::broadcast(log_sum_of(m, sum));
+      write(y, p_.cols, [&](int64_t c, int64_t lanes) { return (score_at(x, mask, c, lanes) - shift) - log_sum; });
+    } else {
+      const Float factor = simd::broadcast(factor_of(m, sum));
+      write(y, p_.cols, [&](int64_t c, int64_t lanes) { return simd::exp_nonpositive(score_at(x, mask, c, lanes) - shift) * factor; });
+    }
+  }
+
+  const SoftmaxParams& p_;
+  const Float scale_;
+  const bool streaming_;
+  alignas(64) float buffer_[kBufferCols + kWidth];  // a last load may reach past the columns
+};
+
+// --- Rows side by side ---------------------------------------------------------------------------------------------------
+
+// kVectors vectors of lanes that walk together in steps along the axis. Lane i starts at x[i] and advances by `stride`; in
+// the last of the `steps` only `last_lanes` lanes are left. Lanes whose numbers differ by a multiple of `period` belong to
+// one row.
+template <class T, Mask kMask, int kVectors>
+class Lanes {
+ public:
+  using Element = MaskElement<T, kMask>;
+
+  const T* x;
+  T* y;
+  int64_t lanes, last_lanes, steps, stride, period;
+  const Element* mask = nullptr;
+  int64_t mask_offset[kVectors * kWidth] = {};
+  int64_t mask_stride = 0;
+
+  void run(const SoftmaxParams& p) {
+    scale_ = simd::broadcast(p.scale);
+    if constexpr (kMask != Mask::kNone) inspect_mask();
+
+    Float m[kVectors], sum[kVectors];
+    for (int v = 0; v < kVectors; ++v) m[v] = simd::broadcast(-kInfinity), sum[v] = simd::zero();
+    for_each([&](int64_t step, int v, int64_t n) {
+      const Float s = score_at(step, v, n);
+      m[v] = simd::max(m[v], n == kWidth ? s : simd::lane_mask(n) ? s : simd::broadcast(-kInfinity));
+    });
+    if (period < lanes) fold(m[0], [](float a, float b) { return a > b ? a : b; });
+
+    Float shift[kVectors];
+    for (int v = 0; v < kVectors; ++v) shift[v] = m[v] == -kInfinity ? simd::zero() : m[v];
+    for_each([&](int64_t step, int v, int64_t n) {
+      const Float e = simd::exp_nonpositive(score_at(step, v, n) - shift[v]);
+      sum[v] += n == kWidth ? e : simd::lane_mask(n) ? e : simd::zero();
+    });
+    if (period < lanes) fold(sum[0], [](float a, float b) { return a + b; });
+
+    Float last[kVectors];  // log of the sum, or the factor
+    for (int v = 0; v < kVectors; ++v) {
+      for (int i = 0; i < kWidth; ++i) last[v][i] = p.log ? log_sum_of(m[v][i], sum[v][i]) : factor_of(m[v][i], sum[v][i]);
+    }
+    if (p.log) {
+      for_each([&](int64_t step, int v, int64_t n) { store_lanes(y + step * stride + v * kWidth, (score_at(step, v, n) - shift[v]) - last[v], n); });
+    } else {
+      for_each([&](int64_t step, int v, int64_t n) {
+        store_lanes(y + step * stride + v * kWidth, simd::exp_nonpositive(score_at(step, v, n) - shift[v]) * last[v], n);
+      });
+    }
+  }
+
+ private:
+  template <class Body>
+  ORTPLUGINS_SIMD void for_each(const Body& body) const {
+    const int64_t whole_steps = lanes == kVectors * kWidth ? steps - (last_lanes < lanes ? 1 : 0) : 0;
+    for (int64_t step = 0; step < whole_steps; ++step) {
+#pragma GCC unroll 4
+      for (int v = 0; v < kVectors; ++v) body(step, v, int64_t{kWidth});
+    }
+    for (int64_t step = whole_steps; step < steps; ++step) body(step, 0, step + 1 < steps ? lanes : last_lanes);  // kVectors is 1
+  }
+
+  // Brings the lanes of each row together and gives all of them the result.
+  template <class Combine>
+  void fold(Float& values, const Combine& combine) const {
+    float lane[kWidth];
+    simd::store(lane, values);
+    for (int64_t i = period; i < lanes; ++i) lane[i % period] = combine(lane[i % period], lane[i]);
+    for (int64_t i = period; i < lanes; ++i) lane[i] = lane[i % period];
+    values = simd::load(lane);
+  }
+
+  void inspect_mask() {
+    uniform_ = contiguous_ = true;
+    for (int64_t i = 1; i < lanes; ++i) {
+      uniform_ &= mask_offset[i] == mask_offset[0];
+      contiguous_ &= mask_offset[i] == mask_offset[0] + i;
+    }
+  }
+
+  ORTPLUGINS_SIMD Float score_at(int64_t step, int v, int64_t n) const {
+    const Float values = load_lanes(x + step * stride + v * kWidth, n);
+    if constexpr (kMask == Mask::kNone) return values * scale_;
+    const Element* at = mask + step * mask_stride;
+    if (uniform_) return score<kMask, T>(values, scale_, at + mask_offset[0], true, n);
+    if (contiguous_) return score<kMask, T>(values, scale_, at + mask_offset[0] + v * kWidth, false, n);
+    Element gathered[kWidth] = {};
+    for (int64_t i = 0; i < n; ++i) gathered[i] = at[mask_offset[v * kWidth + i]];
+    return score<kMask, T>(values, scale_, gathered, false, n);
+  }
+
+  Float scale_;
+  bool uniform_ = false, contiguous_ = false;
+};
+
+template <class T, Mask kMask>
+class StridedRows {
+ public:
+  explicit StridedRows(const SoftmaxParams& p)
+      : p_(p), wide_(p.inner >= kWidth), units_per_slice_(wide_ ? (p.inner + kLanes - 1) / kLanes : 1) {}
+
+  // A unit is up to kLanes rows of one outer index.
+  int64_t units() const { return p_.rows / p_.inner * units_per_slice_; }
+
+  void run(int64_t first_unit, int64_t end_unit) const {
+    for (int64_t unit = first_unit; unit < end_unit; ++unit) {
+      const int64_t slice = unit / units_per_slice_;
+      if (!wide_) {
+        narrow(slice);
+        continue;
+      }
+      const int64_t begin = unit % units_per_slice_ * kLanes;
+      const int64_t end = begin + kLanes < p_.inner ? begin + kLanes : p_.inner;
+      if (end - begin == kLanes) {
+        columns<kVectors>(slice, begin, kLanes);
+      } else {
+        for (int64_t i = begin; i < end; i += kWidth) columns<1>(slice, i, end - i < kWidth ? end - i : kWidth);
+      }
+    }
+  }
+
+ private:
+  static constexpr int kVectors = 4;
+  static constexpr int64_t kLanes = kVectors * kWidth;
+
+  template <int kCount>
+  Lanes<T, kMask, kCount> lanes_at(int64_t slice, int64_t i) const {
+    Lanes<T, kMask, kCount> unit;
+    const int64_t offset = slice * p_.cols * p_.inner + i;
+    unit.x = static_cast<const T*>(p_.x) + offset;
+    unit.y = static_cast<T*>(p_.y) + offset;
+    unit.mask = static_cast<const MaskElement<T, kMask>*>(p_.mask);
+    return unit;
+  }
+
+  // Rows [i, i + n) of a slice, one column in a step.
+  template <int kCount>
+  void columns(int64_t slice, int64_t i, int64_t n) const {
+    auto unit = lanes_at<kCount>(slice, i);
+    unit.lanes = unit.last_lanes = unit.period = n;
+    unit.steps = p_.cols;
+    unit.stride = p_.inner;
+    if constexpr (kMask != Mask::kNone) {
+      for (int64_t lane = 0; lane < n; ++lane) unit.mask_offset[lane] = p_.mask_row_offset(slice * p_.inner + i + lane);
+      unit.mask_stride = p_.mask_col_stride;
+    }
+    unit.run(p_);
+  }
+
+  // All rows of a slice, as many columns in a step as fit.
+  void narrow(int64_t slice) const {
+    auto unit = lanes_at<1>(slice, 0);
+    const int64_t fit = kWidth / p_.inner, cols_per_step = fit < p_.cols ? fit : p_.cols;
+    unit.period = p_.inner;
+    unit.lanes = unit.stride = cols_per_step * p_.inner;
+    unit.steps = (p_.cols + cols_per_step - 1) / cols_per_step;
+    unit.last_lanes = (p_.cols - (unit.steps - 1) * cols_per_step) * p_.inner;
+    if constexpr (kMask != Mask::kNone) {
+      for (int64_t lane = 0; lane < unit.lanes; ++lane) {
+        unit.mask_offset[lane] = p_.mask_row_offset(slice * p_.inner + lane % p_.inner) + lane / p_.inner * p_.mask_col_stride;
+      }
+      unit.mask_stride = cols_per_step * p_.mask_col_stride;
+    }
+    unit.run(p_);
+  }
+
+  const SoftmaxParams& p_;
+  const bool wide_;
+  const int64_t units_per_slice_;
+};
+
+// Hands out [0, count) in pieces of similar size.
+template <class Body>
+void parallel_ranges(const ExecContext& context, const SoftmaxParams& p, int64_t count, const Body& body) {
+  int64_t tasks = p.rows * p.cols / kTaskElements;
+  tasks = tasks > kMaxTasks ? kMaxTasks : tasks;
+  tasks = tasks > count ? count : tasks < 1 ? 1 : tasks;
+  context.pool.parallel_for(tasks, [&](int64_t task) { body(count * task / tasks, count * (task + 1) / tasks); });
+}
+
+template <class T, Mask kMask>
+Status run(const SoftmaxParams& p, const ExecContext& context) {
+  if (p.inner == 1) {
+    parallel_ranges(context, p, p.rows, [&](int64_t begin, int64_t end) { ContiguousRows<T, kMask>(p).run(begin, end); });
+  } else {
+    const StridedRows<T, kMask> rows(p);
+    parallel_ranges(context, p, rows.units(), [&](int64_t begin, int64_t end) { rows.run(begin, end); });
+  }
+  return {};
+}
+
+template <class T>
+Status run(const SoftmaxParams& p, const ExecContext& context) {
+  if (p.mask_dtype == DType::kNone) return run<T, Mask::kNone>(p, context);
+  if (p.mask_dtype == DType::kBool) return run<T, Mask::kBool>(p, context);
+  return run<T, Mask::kAdditive>(p, context);
+}
+
+}  // namespace
+
+Status ORTPLUGINS_CPU_NAME(launch_softmax_cpu)(const SoftmaxParams& p, const ExecContext& context) {
+  if (p.rows == 0 || p.cols == 0) return {};
+  switch (p.dtype) {
+    case DType::kFloat32: return run<float>(p, context);
+    case DType::kFloat16: return run<Float16>(p, context);
+    case DType::kBFloat16: return run<BFloat16>(p, context);
+    default: return Status::unsupported("x", "no kernel for this element type");
+  }
+}
+
+}  // namespace ortplugins
