@@ -123,6 +123,15 @@ template <int64_t kDim>
 bool supports_mma_split(const AttentionParams& p, const DeviceInfo& device) {
   return supports_mma<kDim>(p, device) && p.q_len <= 16;
 }
+// A variant more exact than what is asked for may serve, never one that is less.
+template <int64_t kDim>
+bool supports_tf32x3(const AttentionParams& p, const DeviceInfo& device) {
+  return device.sm >= 80 && p.dtype == DType::kFloat32 && p.precision != Precision::kIeee && fits_head(p, kDim);
+}
+template <int64_t kDim>
+bool supports_tf32(const AttentionParams& p, const DeviceInfo& device) {
+  return supports_tf32x3<kDim>(p, device) && p.precision == Precision::kTf32;
+}
 #endif
 
 constexpr Variant<AttentionParams> kAttentionVariants[] = {
@@ -133,11 +142,17 @@ constexpr Variant<AttentionParams> kAttentionVariants[] = {
      attention_mma_split_workspace},
     {123, "sm80_mma_16x32x256_s2_split", DeviceKind::kCuda, supports_mma_split<256>, launch_attention_mma_split_256,
      attention_mma_split_workspace},
+    {102, "simt_fp32_16x64_split", DeviceKind::kCuda, supports_simt_split, launch_attention_simt_split,
+     attention_simt_split_workspace},
     {131, "sm80_mma_128x64x64", DeviceKind::kCuda, supports_mma<64>, launch_attention_mma_64},
     {132, "sm80_mma_128x32x128", DeviceKind::kCuda, supports_mma<128>, launch_attention_mma_128},
     {133, "sm80_mma_64x32x256", DeviceKind::kCuda, supports_mma<256>, launch_attention_mma_256},
-    {102, "simt_fp32_16x64_split", DeviceKind::kCuda, supports_simt_split, launch_attention_simt_split,
-     attention_simt_split_workspace},
+    {144, "sm80_tf32_64x32x64", DeviceKind::kCuda, supports_tf32<64>, launch_attention_tf32_64},
+    {145, "sm80_tf32_64x32x128", DeviceKind::kCuda, supports_tf32<128>, launch_attention_tf32_128},
+    {146, "sm80_tf32_64x16x256", DeviceKind::kCuda, supports_tf32<256>, launch_attention_tf32_256},
+    {141, "sm80_tf32x3_64x32x64", DeviceKind::kCuda, supports_tf32x3<64>, launch_attention_tf32x3_64},
+    {142, "sm80_tf32x3_64x32x128", DeviceKind::kCuda, supports_tf32x3<128>, launch_attention_tf32x3_128},
+    {143, "sm80_tf32x3_64x16x256", DeviceKind::kCuda, supports_tf32x3<256>, launch_attention_tf32x3_256},
     {101, "simt_fp32_64x64", DeviceKind::kCuda, supports_any, launch_attention_simt},
 #endif
     {3, "cpu_avx512", DeviceKind::kCpu, supports_avx512, launch_attention_cpu_avx512, attention_cpu_workspace_bytes_avx512},

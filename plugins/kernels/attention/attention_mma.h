@@ -28,7 +28,7 @@ __device__ __forceinline__ void load_tile(char* tile, int thread, int dim, bool 
   static_assert(kThreads % kChunks == 0 && kRows % (kThreads / kChunks) == 0);
   const int chunk = thread % kChunks;
   if (chunk * 8 >= (dim + 15) / 16 * 16) return;
-#pragma unroll
+#pragma unroll 4
   for (int n = 0; n < kRows / (kThreads / kChunks); ++n) {
     const int r = thread / kChunks + n * (kThreads / kChunks);
     const T* const row = row_of(r);

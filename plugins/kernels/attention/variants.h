@@ -20,6 +20,12 @@ Status launch_attention_mma_split_64(const AttentionParams& params, const ExecCo
 Status launch_attention_mma_split_128(const AttentionParams& params, const ExecContext& context);
 Status launch_attention_mma_split_256(const AttentionParams& params, const ExecContext& context);
 int64_t attention_mma_split_workspace(const AttentionParams& params, const DeviceInfo& device);
+Status launch_attention_tf32x3_64(const AttentionParams& params, const ExecContext& context);
+Status launch_attention_tf32x3_128(const AttentionParams& params, const ExecContext& context);
+Status launch_attention_tf32x3_256(const AttentionParams& params, const ExecContext& context);
+Status launch_attention_tf32_64(const AttentionParams& params, const ExecContext& context);
+Status launch_attention_tf32_128(const AttentionParams& params, const ExecContext& context);
+Status launch_attention_tf32_256(const AttentionParams& params, const ExecContext& context);
 Status launch_attention_mma_64(const AttentionParams& params, const ExecContext& context);
 Status launch_attention_mma_128(const AttentionParams& params, const ExecContext& context);
 Status launch_attention_mma_256(const AttentionParams& params, const ExecContext& context);
