@@ -1,0 +1,106 @@
+"""`rewrite`: the entry point."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import onnx
+import onnx_ir as ir
+
+from ..ops import OPS, PRECISIONS
+from .engine import RULES, Progress, Rewriter
+from .report import Report
+from .rules import Options
+from .storage import save
+
+KINDS = tuple(rule.kind for rule in RULES)
+
+
+@dataclass
+class RewriteResult:
+    """The rewritten model and what was done to it."""
+
+    ir_model: ir.Model
+    report: Report
+    path: Path | None = None
+
+    @property
+    def model(self) -> onnx.ModelProto:
+        """The model as a protobuf. Weights that the source keeps in external files stay there, referred to by name."""
+        return ir.to_proto(self.ir_model)
+
+
+def rewrite(
+    model_or_path: onnx.ModelProto | ir.Model | str | os.PathLike[str],
+    *,
+    output: str | os.PathLike[str] | None = None,
+    only: str | Iterable[str] | None = None,
+    skip: str | Iterable[str] = (),
+    keep: Iterable[str] = (),
+    precision: str | Mapping[str, str] | None = None,
+    progress: Progress | None = None,
+) -> RewriteResult:
+    """Replaces attention, linear chains and Softmax by the operators of the domain ``ortplugins``.
+
+    Args:
+        model_or_path: The model, which is not changed, or the file that holds it.
+        output: File to write. It is replaced only when the new one is complete. Weights go to ``<output>.data`` beside it
+            when the source keeps them in external files or the model is larger than a protobuf can be.
+        only: Kinds of site to rewrite: ``attention``, ``linear``, ``softmax``. All when absent.
+        skip: Kinds of site to leave alone.
+        keep: Names of nodes that must not be replaced; a site that has one is skipped.
+        precision: Arithmetic of float32 products on CUDA, ``ieee`` (the default), ``tf32x3`` or ``tf32``; for all
+            operators, or by operator name.
+        progress: Called with (done, total) while the file is written.
+
+    Returns:
+        The result: ``.model`` and ``.report``, which lists every candidate site.
+
+    Raises:
+        ValueError: an argument names a kind, a precision or an operator that does not exist.
+        FileNotFoundError: there is no such file.
+    """
+    options = Options(_precisions(precision))
+    only_kinds = None if only is None else _kinds(only, "only")
+    skip_kinds = _kinds(skip, "skip")
+    if isinstance(model_or_path, onnx.ModelProto):
+        copy = onnx.ModelProto()
+        copy.CopyFrom(model_or_path)
+        model = ir.from_proto(copy)
+    elif isinstance(model_or_path, ir.Model):
+        model = model_or_path.clone()
+    else:
+        path = Path(model_or_path)
+        if not path.is_file():
+            raise FileNotFoundError(f"{path}: no such file")
+        model = ir.load(path)
+    report = Rewriter(model, only=only_kinds, skip=skip_kinds, keep=keep, options=options).run()
+    result = RewriteResult(model, report)
+    if output is not None:
+        result.path = Path(output)
+        save(model, result.path, progress)
+    return result
+
+
+def _kinds(wanted: str | Iterable[str], argument: str) -> tuple[str, ...]:
+    kinds = (wanted,) if isinstance(wanted, str) else tuple(wanted)
+    for kind in kinds:
+        if kind not in KINDS:
+            raise ValueError(f"{argument}={kind!r}: expected one of {', '.join(KINDS)}")
+    return kinds
+
+
+def _precisions(precision: str | Mapping[str, str] | None) -> dict[str, str]:
+    takes = [op.name for op in OPS if any(a.name == "precision" for a in op.attrs)]
+    if precision is None:
+        return {}
+    chosen = dict.fromkeys(takes, precision) if isinstance(precision, str) else dict(precision)
+    for op, value in chosen.items():
+        if op not in takes:
+            raise ValueError(f"precision: {op!r} takes none; expected one of {', '.join(takes)}")
+        if value not in PRECISIONS:
+            raise ValueError(f"precision={value!r}: expected one of {', '.join(PRECISIONS)}")
+    return chosen

@@ -1,0 +1,233 @@
+"""Applies the rules to every graph of a model and cleans up after them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+import onnx_ir as ir
+
+from ..ops import DOMAIN, OPSET_VERSION
+from .facts import Facts, op_of
+from .report import Refused, Report, Site
+from .rules import Match, Options, Rule
+from .rules.attention import AttentionRule
+from .rules.linear import LinearRule
+from .rules.softmax import SoftmaxRule
+from .tape import Names, Tape
+
+RULES: tuple[Rule, ...] = (AttentionRule(), LinearRule(), SoftmaxRule())
+"""In the order in which they are tried: attention takes in a Softmax that would otherwise be a site of its own."""
+
+Progress = Callable[[int, int], None]
+
+
+def subgraphs(node: ir.Node) -> Iterator[ir.Graph]:
+    for a in node.attributes.values():
+        if a.is_ref():
+            continue
+        if a.type == ir.AttributeType.GRAPH:
+            yield a.value
+        elif a.type == ir.AttributeType.GRAPHS:
+            yield from a.value
+
+
+def graphs_of(graph: ir.Graph | ir.Function, label: str = "") -> Iterator[tuple[ir.Graph | ir.Function, str]]:
+    """The graph and every graph inside it, with the path of nodes that leads there."""
+    yield graph, label
+    for node in graph:
+        for inner in subgraphs(node):
+            yield from graphs_of(inner, f"{label}/{node.name or node.op_type}".lstrip("/"))
+
+
+class Rewriter:
+    """One run over one model, which is changed in place."""
+
+    def __init__(
+        self,
+        model: ir.Model,
+        *,
+        only: Sequence[str] | None,
+        skip: Sequence[str],
+        keep: Iterable[str],
+        options: Options,
+        rules: Sequence[Rule] = RULES,
+        progress: Progress | None = None,
+    ) -> None:
+        self.model = model
+        self.report = Report()
+        self._rules = rules
+        self._only = only
+        self._skip = frozenset(skip)
+        self._keep = frozenset(keep)
+        self._options = options
+        self._progress = progress
+        self._names = Names(set(_used_names(model)))
+
+    def run(self) -> Report:
+        start = time.perf_counter()
+        self.report.nodes_before = sum(1 for _ in self.model.graph.all_nodes())
+        for graph in (self.model.graph, *self.model.functions.values()):
+            for inner, _ in list(graphs_of(graph)):
+                sort(inner)
+        self._run_on(self.model.graph, self.model.graph.opset_imports, "")
+        for function in self.model.functions.values():
+            self._run_on(function, function.opset_imports, f"{function.domain}::{function.name}")
+        self.report.nodes_after = sum(1 for _ in self.model.graph.all_nodes())
+        self.report.seconds = time.perf_counter() - start
+        return self.report
+
+    def _run_on(self, root: ir.Graph | ir.Function, opsets: dict[str, int], label: str) -> None:
+        facts = Facts(opsets)
+        facts.learn(root)
+        before = len(self.report.select(status="fused"))
+        taken: set[ir.Node] = set()  # nodes of refused sites, by rule they were refused for
+        order = {node: i for i, node in enumerate(n for g, _ in graphs_of(root, label) for n in g)}
+        sites: list[tuple[int, Site]] = []
+        for rule in self._rules:
+            for graph, path in list(graphs_of(root, label)):
+                for node in list(graph):
+                    if node.graph is None:
+                        continue  # removed with an earlier site
+                    match = rule.pattern(node, facts)
+                    if match is not None:
+                        sites.append((order.get(node, len(order)), self._apply(rule, match, facts, graph, path)))
+        del taken
+        sites.sort(key=lambda s: s[0])
+        self.report.sites += [s for _, s in sites]
+        if len(self.report.select(status="fused")) > before:
+            opsets.setdefault(DOMAIN, OPSET_VERSION)
+            for graph, _ in graphs_of(root):
+                sort(graph)
+
+    def _apply(self, rule: Rule, match: Match, facts: Facts, graph: ir.Graph | ir.Function, path: str) -> Site:
+        names = [_name(n) for n in match.nodes]
+
+        def skipped(reason: str, fault: object = None) -> Site:
+            return Site(rule.kind, names, "skipped", rule.op, reason, _name(fault) if isinstance(fault, ir.Node) else None, path)
+
+        if (self._only is not None and rule.kind not in self._only) or rule.kind in self._skip:
+            return skipped("the rule is switched off")
+        tape = None
+        try:
+            plan = rule.check(match, facts, self._options)
+            names = [_name(n) for n in plan.nodes]
+            kept = next((n for n in (*match.nodes, *plan.nodes) if n.name and n.name in self._keep), None)
+            if kept is not None:
+                return skipped("the node is kept on request", kept)
+            tape = Tape(facts, self._names, _name(match.centre))
+            replacement = rule.rewrite(plan, tape, self._options)
+        except Refused as refusal:
+            if tape is not None:
+                for node in tape.nodes:
+                    _detach(node)
+            return skipped(refusal.reason, refusal.node)
+        self._splice(graph, match.centre, plan.nodes, tape, replacement.values, facts)
+        return Site(rule.kind, names, "fused", rule.op, None, None, path)
+
+    def _splice(
+        self,
+        graph: ir.Graph | ir.Function,
+        centre: ir.Node,
+        old_nodes: Sequence[ir.Node],
+        tape: Tape,
+        values: Sequence[tuple[ir.Value, ir.Value]],
+        facts: Facts,
+    ) -> None:
+        anchor = old_nodes[-1]
+        for old, _ in values:
+            producer = old.producer()
+            if producer is not None and producer.graph is graph:
+                anchor = producer
+        for value in tape.initializers:
+            graph.initializers.add(value)
+        graph.insert_before(anchor, tape.nodes)
+        for node in tape.nodes:
+            if node.domain == DOMAIN:
+                node.metadata_props.update(centre.metadata_props)
+                node.doc_string = node.doc_string or centre.doc_string
+        for old, new in values:
+            new.type = old.type if old.type is not None else new.type
+            new.shape = old.shape if old.shape is not None else new.shape
+            new.doc_string = old.doc_string
+            new.metadata_props.update(old.metadata_props)
+            facts.copy(old, new)
+            old.replace_all_uses_with(new, replace_graph_outputs=True)
+            new.name, old.name = old.name, new.name
+        sweep(old_nodes)
+        for node in tape.nodes:
+            if node.domain == DOMAIN and centre.graph is None and centre.name:
+                node.name = centre.name
+
+
+def _name(node: ir.Node) -> str:
+    """The node's name, or that of its first output where it has none."""
+    return node.name or (node.outputs[0].name if node.outputs else "") or node.op_type
+
+
+def _detach(node: ir.Node) -> None:
+    for i in range(len(node.inputs)):
+        node.replace_input_with(i, None)
+
+
+def sweep(nodes: Iterable[ir.Node]) -> None:
+    """Removes those of the nodes that nothing uses any more, and what only fed them: nodes and initialisers."""
+    pending = list(nodes)
+    while pending:
+        node = pending.pop()
+        if node.graph is None or any(o.uses() or o.is_graph_output() for o in node.outputs) or any(True for _ in subgraphs(node)):
+            continue
+        inputs = [v for v in node.inputs if v is not None]
+        node.graph.remove(node, safe=True)
+        for value in inputs:
+            producer = value.producer()
+            if producer is not None:
+                pending.append(producer)
+            elif value.is_initializer() and not value.uses() and not value.is_graph_output() and not value.is_graph_input():
+                owner = value.graph
+                if owner is not None:
+                    owner.initializers.pop(value.name, None)
+
+
+def sort(graph: ir.Graph | ir.Function) -> None:
+    """Sorts the nodes of one graph if they are not sorted; a sorted graph keeps its order."""
+    if not _sorted(graph):
+        graph.sort()
+
+
+def _sorted(graph: ir.Graph | ir.Function) -> bool:
+    nodes = list(graph)
+    position = {node: i for i, node in enumerate(nodes)}
+    for i, node in enumerate(nodes):
+        for value in _reads(node):
+            producer = value.producer()
+            if producer is not None and position.get(producer, -1) >= i:
+                return False
+    return True
+
+
+def _reads(node: ir.Node) -> Iterator[ir.Value]:
+    """Values that a node reads, the graphs inside it included."""
+    for value in node.inputs:
+        if value is not None:
+            yield value
+    for graph in subgraphs(node):
+        yield from (v for v in graph.outputs if v is not None)
+        for inner in graph:
+            yield from _reads(inner)
+
+
+def _used_names(model: ir.Model) -> Iterator[str]:
+    for root in (model.graph, *model.functions.values()):
+        for graph, _ in graphs_of(root):
+            for value in graph.inputs:
+                yield value.name or ""
+            if isinstance(graph, ir.Graph):
+                yield from graph.initializers
+            for node in graph:
+                yield node.name or ""
+                for out in node.outputs:
+                    yield out.name or ""
+
+
+__all__ = ["RULES", "Rewriter", "graphs_of", "op_of", "sort", "sweep"]

@@ -1,0 +1,838 @@
+"""softmax(scale * q k^T + mask) v, however an exporter wrote it, as one FusedAttention.
+
+The centre is a Softmax between two products of computed tensors, or a standard Attention node. The scores are followed
+from the first product to the second as factors of axes (layout.py), so that a scale, a mask and a head axis are known by
+what they do to the numbers: a scale is a factor that is the same for every score, a mask is a term or a choice that
+broadcasts to the scores, a head is an axis that both products treat as a batch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+import onnx_ir as ir
+
+from ..facts import REFERENCE, Facts, attr, op_of, tensor_of
+from ..layout import Arrangement, Factor, flat, resolve, same
+from ..operands import Level, downstream, is_no_op, only_use, scalar_operand, step_forward, upstream
+from ..report import Refused
+from ..symbolic import Size
+from ..tape import Tape, flat_solid
+from . import Match, Options, Replacement
+
+_TYPES = (ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
+
+# Which inputs of an op may carry the scores from the first product to Softmax.
+_CARRIERS: dict[str, tuple[int, ...]] = {
+    "Add": (0, 1), "Sub": (0,), "Mul": (0, 1), "Div": (0,), "Where": (1, 2), "Reshape": (0,), "Unsqueeze": (0,), "Squeeze": (0,),
+    "Transpose": (0,), "Cast": (0,), "Identity": (0,), "Dropout": (0,), "Tanh": (0,), "Slice": (0,), "Expand": (0,),
+    "Max": (0, 1), "Min": (0, 1), "Clip": (0,),
+}
+_PATH_LIMIT = 20
+_PATHS = 6
+
+
+@dataclass
+class Term:
+    """One step that masks the scores. `arrangement` is that of the scores it broadcasts to, on the right."""
+
+    value: ir.Value
+    arrangement: Arrangement
+    node: ir.Node
+    factor: float = 1.0
+    fill: float | None = None  # None: added; else a choice: where it is not kept, the score becomes this
+    keep: bool = True  # the value is true where the score is kept
+
+
+@dataclass
+class Problem:
+    """Everything about one attention, before layouts are chosen."""
+
+    q: Level
+    k: Level
+    v: Level
+    out: Level
+    batch: list[Factor]
+    heads: list[Factor]
+    sq: Factor
+    sk: Factor
+    d: Factor
+    dv: Factor
+    scale: float
+    softcap: float = 0.0
+    terms: list[Term] = field(default_factory=list)
+    q_factors: list[Term] = field(default_factory=list)
+    nodes: list[ir.Node] = field(default_factory=list)
+    dtype: ir.DataType = ir.DataType.FLOAT
+    is_causal: bool = False
+
+
+@dataclass
+class Plan:
+    """A problem with its layout chosen."""
+
+    problem: Problem
+    layout: str  # "BSNH" or "BNSH"
+    rank: int
+    q: Level
+    k: Level
+    v: Level
+    out: Level
+    heads_q: list[Factor]
+    heads_kv: list[Factor]
+    nodes: list[ir.Node]
+
+    @property
+    def scale(self) -> float:
+        return self.problem.scale * self.q.scale * self.k.scale
+
+
+def contraction(facts: Facts, node: ir.Node) -> tuple[str, str, str] | None:
+    """Axis letters of a product of two tensors: of a, of b, of the result. None if the node is not one."""
+    op = op_of(node)
+    if op == "MatMul":
+        ra, rb = facts.rank(node.inputs[0]), facts.rank(node.inputs[1])
+        if ra is None or rb is None or ra < 2 or rb < 2:
+            return None
+        batch = "abcdefgh"[: max(ra, rb) - 2]
+        return batch[len(batch) - ra + 2 :] + "mk", batch[len(batch) - rb + 2 :] + "kn", batch + "mn"
+    if op == "Einsum" and len(node.inputs) == 2:
+        equation = attr(node, "equation")
+        if equation is REFERENCE or "." in equation or "->" not in equation:
+            return None
+        left, _, out = equation.replace(" ", "").partition("->")
+        a, b = left.split(",")
+        if any(len(set(t)) != len(t) for t in (a, b, out)) or not set(out) <= set(a) | set(b):
+            return None
+        return a, b, out
+    return None
+
+
+def _is_product(node: ir.Node | None) -> bool:
+    """A product of two tensors, neither of which is a plain weight."""
+    if op_of(node) not in ("MatMul", "Einsum") or len(node.inputs) != 2:
+        return False
+    for v in node.inputs:
+        tensor = tensor_of(v)
+        if tensor is not None and len(tensor.shape) <= 2:
+            return False
+    return True
+
+
+def _paths(value: ir.Value) -> list[list[tuple[ir.Node, int]]]:
+    """Ways from a value back to a product: lists of (node, index of the input that carries the scores), nearest first."""
+    found: list[list[tuple[ir.Node, int]]] = []
+    pending: list[tuple[ir.Value, list[tuple[ir.Node, int]]]] = [(value, [])]
+    while pending and len(found) < _PATHS:
+        v, path = pending.pop(0)
+        node = v.producer()
+        if node is None or len(path) > _PATH_LIMIT:
+            continue
+        if _is_product(node):
+            found.append([*path, (node, -1)])
+            continue
+        for i in _CARRIERS.get(op_of(node), ()):
+            if i < len(node.inputs) and node.inputs[i] is not None and len(pending) < 32:
+                pending.append((node.inputs[i], [*path, (node, i)]))
+    return found
+
+
+def _product_after(value: ir.Value) -> ir.Node | None:
+    """The nearest product that probabilities go into."""
+    pending = [(value, 0)]
+    seen: set[ir.Node] = set()
+    while pending:
+        v, depth = pending.pop(0)
+        for node in v.consumers():
+            if node in seen or depth > 8:
+                continue
+            seen.add(node)
+            if _is_product(node):
+                return node
+            if op_of(node) in _CARRIERS:
+                pending.append((node.outputs[0], depth + 1))
+    return None
+
+
+class AttentionRule:
+    kind = "attention"
+    op = "FusedAttention"
+
+    def pattern(self, node: ir.Node, facts: Facts) -> Match | None:
+        if op_of(node) == "Attention":
+            return Match(node, [node])
+        if op_of(node) != "Softmax":
+            return None
+        after = _product_after(node.outputs[0])
+        if after is None:
+            return None
+        paths = _paths(node.inputs[0])
+        if not paths:
+            return None
+        return Match(node, [*(n for n, _ in reversed(paths[0])), node, after], paths)
+
+    def check(self, match: Match, facts: Facts, options: Options) -> Plan:
+        if op_of(match.centre) == "Attention":
+            return _choose_layout(facts, _standard(facts, match.centre))
+        first: Refused | None = None
+        for path in match.found:
+            try:
+                return _choose_layout(facts, _decomposed(facts, path, match.centre))
+            except Refused as refusal:
+                first = first or refusal
+        assert first is not None
+        raise first
+
+    def rewrite(self, plan: Plan, tape: Tape, options: Options) -> Replacement:
+        problem = plan.problem
+        target = _forms(problem, plan.heads_q, problem.sq, problem.d)[plan.layout, plan.rank]
+        target_k = _forms(problem, plan.heads_kv, problem.sk, problem.d)[plan.layout, plan.rank]
+        target_v = _forms(problem, plan.heads_kv, problem.sk, problem.dv)[plan.layout, plan.rank]
+        target_y = _forms(problem, plan.heads_q, problem.sq, problem.dv)[plan.layout, plan.rank]
+        q = plan.q.value
+        for factor in problem.q_factors:
+            q = tape.op("Mul", [q, factor.value])
+        mask = _mask(problem, tape)
+        heads, kv_heads = (int(_count(h)) if plan.rank == 3 else 0 for h in (plan.heads_q, plan.heads_kv))
+        inputs = [
+            tape.arrange(q, plan.q.arrangement, target),
+            tape.arrange(plan.k.value, plan.k.arrangement, target_k),
+            tape.arrange(plan.v.value, plan.v.arrangement, target_v),
+            mask,
+        ]
+        node = tape.fused("FusedAttention", inputs, {
+            "layout": plan.layout,
+            "num_heads": heads,
+            "kv_num_heads": 0 if kv_heads == heads else kv_heads,
+            "scale": float(plan.scale),
+            "is_causal": int(problem.is_causal),
+            "softcap": float(problem.softcap),
+            "precision": options.precision.get(self.op, "ieee"),
+        })
+        y = tape.arrange(node.outputs[0], target_y, plan.out.arrangement)
+        return Replacement([(plan.out.value, y)])
+
+
+# -- what the graph computes
+
+
+def _decomposed(facts: Facts, path: Sequence[tuple[ir.Node, int]], softmax: ir.Node) -> Problem:
+    qk = path[-1][0]
+    letters = contraction(facts, qk)
+    if letters is None:
+        raise Refused("the ranks of the operands of the product are not known", qk)
+    a_letters, b_letters, out_letters = letters
+    contracted = (set(a_letters) & set(b_letters)) - set(out_letters)
+    if len(contracted) != 1:
+        raise Refused("the product does not contract exactly one axis", qk)
+
+    # One factor for each letter. An operand whose axis is of size 1 where the other's is not is repeated along it.
+    factors: dict[str, Factor] = {}
+    arrangements: list[Arrangement] = []
+    shapes = [facts.shape(v) for v in qk.inputs]
+    size: dict[str, Size] = {}
+    for text, shape in zip((a_letters, b_letters), shapes):
+        for c, s in zip(text, shape):
+            if size.get(c, 1) == 1:
+                size[c] = s
+            elif s != 1 and s != size[c]:
+                raise Refused(f"axes of size {size[c]} and {s} of the two operands are not known to be equal", qk)
+    for c, s in size.items():
+        factors[c] = Factor(c, s)
+    for text, shape in zip((a_letters, b_letters), shapes):
+        arrangements.append([[factors[c]] if s == size[c] else [] for c, s in zip(text, shape)])
+    scores: Arrangement = [[factors[c]] for c in out_letters]
+
+    # Forward from the product to Softmax.
+    steps = _Steps(facts, scores)
+    value = qk.outputs[0]
+    nodes: list[ir.Node] = [qk]
+    for node, index in reversed(path[:-1]):
+        _require_private(value, [node])
+        steps.apply(node, node.inputs[index])
+        nodes.append(node)
+        value = node.outputs[0]
+    _require_private(value, [softmax])
+    nodes.append(softmax)
+    axis = attr(softmax, "axis", -1 if facts.opset >= 13 else 1)
+    rank = len(steps.arrangement)
+    if axis is REFERENCE:
+        raise Refused("the axis of Softmax is an attribute of the function", softmax)
+    axis %= rank
+    if facts.opset < 13 and axis != rank - 1:
+        raise Refused("Softmax before opset 13 normalises over several axes together", softmax)
+    arrangement = resolve(steps.arrangement)
+    normalised = flat_solid([arrangement[axis]]) or arrangement[axis]
+    if len(normalised) != 1:
+        raise Refused("Softmax does not run along one axis of the product", softmax)
+    sk = normalised[0]
+    steps.finish(softmax)
+
+    # From Softmax to the second product.
+    value, arrangement, more = _probabilities(facts, softmax, arrangement)
+    nodes += more
+    pv = only_use(value)
+    if pv is None:
+        raise Refused("the probabilities are used by other nodes than the second product", softmax)
+    if not _is_product(pv):
+        raise Refused(f"{op_of(pv)} between Softmax and the second product is not understood", pv)
+    nodes.append(pv)
+    letters = contraction(facts, pv)
+    if letters is None:
+        raise Refused("the ranks of the operands of the product are not known", pv)
+    p_at = 0 if pv.inputs[0] is value else 1
+    if pv.inputs[0] is pv.inputs[1]:
+        raise Refused("the second product multiplies the probabilities with themselves", pv)
+    p_letters, v_letters, y_letters = letters[p_at], letters[1 - p_at], letters[2]
+    v_value = pv.inputs[1 - p_at]
+    v_shape = facts.shape(v_value)
+    of: dict[str, list[Factor]] = dict(zip(p_letters, arrangement))
+    own = [c for c in v_letters if c not in p_letters]
+    if len(own) != 1:
+        raise Refused("the second product does not have one axis of its own for the values", pv)
+    dv = Factor("v", v_shape[v_letters.index(own[0])])
+    of[own[0]] = [dv]
+    contracted = (set(p_letters) & set(v_letters)) - set(y_letters)
+    if len(contracted) != 1 or flat_solid([of[next(iter(contracted))]]) not in ([sk], []) or sk not in of[next(iter(contracted))]:
+        raise Refused("the second product does not sum over the axis that Softmax normalises", pv)
+    v_arrangement: Arrangement = []
+    for c, s in zip(v_letters, v_shape):
+        want = _size(of[c])
+        if s == want:
+            v_arrangement.append(of[c])
+        elif s == 1:
+            v_arrangement.append([])
+        else:
+            raise Refused(f"axes of size {want} and {s} of the two operands are not known to be equal", pv)
+    missing = [c for c in p_letters if c not in v_letters and c not in y_letters]
+    if missing:
+        raise Refused("the second product sums over an axis that only the probabilities have", pv)
+    out_arrangement = [of[c] for c in y_letters]
+
+    # Which letter of the first product is what.
+    sk_letter = next((c for c, f in factors.items() if sk in f.leaves()), None)
+    only_a = [c for c in out_letters if c in a_letters and c not in b_letters]
+    only_b = [c for c in out_letters if c in b_letters and c not in a_letters]
+    k_at = 0 if sk_letter in only_a else 1 if sk_letter in only_b else None
+    if k_at is None or factors[sk_letter].leaves() != [sk]:
+        raise Refused("Softmax runs along an axis that both operands of the first product have", softmax)
+    mine, other = (only_a, only_b) if k_at == 0 else (only_b, only_a)
+    # Batch axes that the other operand lacks: the keys are shared by several query heads.
+    extra = [c for c in other if c not in (a_letters, b_letters)[1 - k_at][-2:]] if op_of(qk) == "MatMul" else []
+    rows = [c for c in other if c not in extra]
+    if len(mine) != 1 or len(rows) != 1:
+        raise Refused("the first product does not have one query axis and one key axis", qk)
+    shared = [c for c in out_letters if c not in (sk_letter, rows[0])]
+    (d_letter,) = (set(a_letters) & set(b_letters)) - set(out_letters)
+    q_at = 1 - k_at
+    order = _shared_order(arrangement, factors, shared)
+    problem = Problem(
+        q=Level(qk.inputs[q_at], arrangements[q_at]),
+        k=Level(qk.inputs[k_at], arrangements[k_at]),
+        v=Level(v_value, v_arrangement),
+        out=Level(pv.outputs[0], out_arrangement),
+        batch=[factors[c] for c in order[:-1]],
+        heads=[factors[c] for c in order[-1:]],
+        sq=factors[rows[0]], sk=sk, d=factors[d_letter], dv=dv,
+        scale=steps.scale, softcap=steps.softcap, terms=steps.terms, q_factors=steps.q_factors,
+        nodes=nodes,
+    )
+    while len(problem.batch) > 0 and problem.heads and not _in_any(problem.heads[0], arrangements[k_at]):
+        problem.heads.insert(0, problem.batch.pop())
+    if problem.q_factors:
+        _move_factors_to_q(facts, problem, qk, out_letters)
+    return problem
+
+
+def _shared_order(arrangement: Arrangement, factors: dict[str, Factor], shared: list[str]) -> list[str]:
+    """The batch letters in the order in which the probabilities have them: the head axis is the innermost."""
+    leaves = flat(arrangement)
+    position = {c: min((leaves.index(leaf) for leaf in factors[c].leaves() if leaf in leaves), default=-1) for c in shared}
+    return sorted(shared, key=lambda c: position[c])
+
+
+def _in_any(factor: Factor, arrangement: Arrangement) -> bool:
+    return any(f is factor for axis in arrangement for f in axis)
+
+
+def _size(axis: Sequence[Factor]) -> Size:
+    out: Size = 1
+    for f in axis:
+        out = out * f.size
+    return out
+
+
+def _count(axis: Sequence[Factor]) -> Size:
+    return _size(axis)
+
+
+def _require_private(value: ir.Value, allowed: Sequence[ir.Node]) -> None:
+    if value.is_graph_output():
+        raise Refused(f"{value.name} is an output of the graph", value.producer())
+    for node in value.consumers():
+        if node not in allowed:
+            raise Refused(f"{value.name} is also used by {node.name or op_of(node)}", node)
+
+
+class _Steps:
+    """The scores on their way to Softmax: arrangement, scale, soft cap and masks so far."""
+
+    def __init__(self, facts: Facts, arrangement: Arrangement) -> None:
+        self.facts = facts
+        self.arrangement = arrangement
+        self.scale = 1.0
+        self.softcap = 0.0
+        self.terms: list[Term] = []
+        self.q_factors: list[Term] = []
+        self._capped: ir.Node | None = None  # a Tanh whose factor has not come yet
+
+    def apply(self, node: ir.Node, value: ir.Value) -> None:
+        op = op_of(node)
+        if op in ("Mul", "Div"):
+            self._multiply(node, value)
+        elif self._capped is not None:
+            raise Refused("Tanh on the scores is not followed by its factor", self._capped)
+        elif op in ("Add", "Sub"):
+            other = node.inputs[1] if node.inputs[0] is value else node.inputs[0]
+            self._require_same_shape(node, value)
+            if other is value:
+                raise Refused("the scores are added to themselves", node)
+            self.terms.append(Term(other, resolve(self.arrangement), node, -1.0 if op == "Sub" else 1.0))
+        elif op == "Where":
+            self._choose(node, value)
+        elif op == "Tanh":
+            if self.terms or self.softcap or self.q_factors:
+                raise Refused("Tanh comes after a mask", node)
+            self._capped = node
+        elif op in ("Cast", "CastLike") and not is_no_op(self.facts, node):
+            if self.facts.dtype(node.outputs[0]) != ir.DataType.FLOAT and self.facts.dtype(node.outputs[0]) not in _TYPES:
+                raise Refused(f"the scores are cast to {self.facts.dtype(node.outputs[0])}", node)
+        else:
+            after = step_forward(self.facts, node, resolve(self.arrangement))
+            if after is None:
+                raise Refused(f"{op} on the scores is not understood", node)
+            self.arrangement = after
+
+    def finish(self, softmax: ir.Node) -> None:
+        if self._capped is not None:
+            raise Refused("Tanh on the scores is not followed by its factor", self._capped)
+        for term in self.terms:
+            term.arrangement = resolve(term.arrangement)
+
+    def _require_same_shape(self, node: ir.Node, value: ir.Value) -> None:
+        if self.facts.shape(node.outputs[0]) != self.facts.shape(value):
+            raise Refused(
+                f"the mask {_text(self.facts.shape(_other(node, value)))} is not known to broadcast to the scores "
+                f"{_text(self.facts.shape(value))}", node)
+
+    def _multiply(self, node: ir.Node, value: ir.Value) -> None:
+        factor = scalar_operand(self.facts, node, value)
+        if self._capped is not None:
+            # softcap * tanh(score / softcap): both factors must be the same number.
+            if factor is None or factor <= 0:
+                raise Refused("Tanh on the scores is not followed by a positive number", node)
+            self.softcap = factor
+            self.scale *= factor
+            self._capped = None
+            return
+        if factor is None:
+            other = _other(node, value)
+            if op_of(node) != "Mul" or other is value or self.terms or self.softcap:
+                raise Refused("the scores are multiplied by something that is not one number", node)
+            self._require_same_shape(node, value)
+            self.q_factors.append(Term(other, resolve(self.arrangement), node))
+            return
+        if self.softcap or any(t.fill is not None and not math.isinf(t.fill) for t in self.terms) or (self.terms and factor <= 0):
+            raise Refused("the scores are multiplied after the mask or the soft cap", node)
+        self.scale *= factor
+        for term in self.terms:
+            term.factor *= factor
+
+    def _choose(self, node: ir.Node, value: ir.Value) -> None:
+        self._require_same_shape(node, value)
+        condition, x, y = node.inputs
+        kept = x is value
+        fill = self.facts.scalar(y if kept else x)
+        if fill is None or x is y:
+            raise Refused("the scores are replaced by something that is not one number", node)
+        if fill > -1e30:
+            # exp of it is zero beside an ordinary score, but a row where everything is replaced has equal weights in this
+            # graph, and no additive mask gives them.
+            raise Refused(f"masked scores become {fill:g}, and a fully masked row with that fill cannot be kept", node)
+        if self.facts.dtype(value) == ir.DataType.FLOAT16 and not math.isinf(fill):
+            raise Refused("masked float16 scores become a finite number", node)
+        self.terms.append(Term(condition, resolve(self.arrangement), node, fill=fill, keep=kept))
+
+
+def _other(node: ir.Node, value: ir.Value) -> ir.Value:
+    if op_of(node) == "Where":
+        return node.inputs[0]
+    return node.inputs[1] if node.inputs[0] is value else node.inputs[0]
+
+
+def _text(shape: Sequence[Size] | None) -> str:
+    return "of unknown rank" if shape is None else "(" + ", ".join(map(str, shape)) + ")"
+
+
+def _probabilities(facts: Facts, softmax: ir.Node, arrangement: Arrangement) -> tuple[ir.Value, Arrangement, list[ir.Node]]:
+    """Follows the probabilities through NaN guards, casts and reshapes to the second product."""
+    value = softmax.outputs[0]
+    nodes: list[ir.Node] = []
+    while True:
+        if value.is_graph_output():
+            raise Refused("the probabilities are an output of the graph", value.producer())
+        users = list(dict.fromkeys(value.consumers()))
+        guard = _nan_guard(facts, value, users)
+        if guard is not None:
+            nodes += guard
+            value = guard[-1].outputs[0]
+            continue
+        if len(users) != 1:
+            raise Refused("the probabilities are used by other nodes than the second product", value.producer())
+        node = users[0]
+        if _is_product(node):
+            return value, resolve(arrangement), nodes
+        if op_of(node) in ("Cast", "CastLike") and facts.dtype(node.outputs[0]) in _TYPES:
+            after: Arrangement | None = arrangement
+        elif node.inputs[0] is value:
+            after = step_forward(facts, node, resolve(arrangement))
+        else:
+            after = None
+        if after is None:
+            raise Refused(f"{op_of(node)} between Softmax and the second product is not understood", node)
+        arrangement = after
+        nodes.append(node)
+        value = node.outputs[0]
+
+
+def _nan_guard(facts: Facts, value: ir.Value, users: Sequence[ir.Node]) -> list[ir.Node] | None:
+    """IsNaN and Where that turn NaN into zero: what the fused operator does anyway."""
+    tests = [n for n in users if op_of(n) == "IsNaN"]
+    choices = [n for n in users if op_of(n) == "Where"]
+    if len(users) != 2 or len(tests) != 1 or len(choices) != 1:
+        return None
+    test, choice = tests[0], choices[0]
+    condition = test.outputs[0]
+    if choice.inputs[0] is not condition or only_use(condition) is not choice or choice.inputs[2] is not value:
+        return None
+    if facts.scalar(choice.inputs[1]) != 0.0:
+        return None
+    return [test, choice]
+
+
+def _move_factors_to_q(facts: Facts, problem: Problem, qk: ir.Node, out_letters: str) -> None:
+    """Factors that differ by head or query go onto q: they must not depend on the key."""
+    if op_of(qk) != "MatMul" or problem.q.value is not qk.inputs[0]:
+        raise Refused("the scores are multiplied by something that is not one number", problem.q_factors[0].node)
+    rank = facts.rank(problem.q.value)
+    for term in problem.q_factors:
+        shape = facts.shape(term.value)
+        direct = same(term.arrangement, [[f] for f in _letters_factors(problem, out_letters, qk, facts)])
+        if shape is None or not direct or (len(shape) > 0 and shape[-1] != 1) or len(shape) > rank:
+            raise Refused("the scores are multiplied by something that varies with the key", term.node)
+
+
+def _letters_factors(problem: Problem, out_letters: str, qk: ir.Node, facts: Facts) -> list[Factor]:
+    return [*problem.batch, *problem.heads, problem.sq, problem.sk]
+
+
+def _standard(facts: Facts, node: ir.Node) -> Problem:
+    """The ONNX Attention operator."""
+    inputs = [*node.inputs, *[None] * (7 - len(node.inputs))]
+    q, k, v, mask, past_k, past_v, lengths = inputs[:7]
+    if any(o.uses() or o.is_graph_output() for o in node.outputs[1:]):
+        raise Refused("the node has more than its first output in use", node)
+    if past_k is not None or past_v is not None or lengths is not None:
+        raise Refused("past or valid lengths are inputs of the node", node)
+    if any(a.is_ref() for a in node.attributes.values()):
+        raise Refused("an attribute of the node is an attribute of the function", node)
+    if attr(node, "qk_matmul_output_mode", 0) and len(node.outputs) > 3:
+        raise Refused("the node gives its scores out", node)
+    unknown = set(node.attributes) - {
+        "is_causal", "scale", "softcap", "q_num_heads", "kv_num_heads", "qk_matmul_output_mode", "softmax_precision"}
+    if unknown:
+        raise Refused(f"attribute {sorted(unknown)[0]} is not understood", node)
+    if attr(node, "softmax_precision", 1) == ir.DataType.DOUBLE:
+        raise Refused("Softmax is computed in double precision", node)
+    shapes = [facts.shape(x) for x in (q, k, v)]
+    if any(s is None for s in shapes):
+        raise Refused("the rank of an input is not known", node)
+    qs, ks, vs = shapes
+    if len(qs) == 4:
+        n, nkv = qs[1], ks[1]
+    else:
+        n, nkv = attr(node, "q_num_heads"), attr(node, "kv_num_heads")
+    from ..symbolic import exact_div
+
+    group = exact_div(n, nkv)
+    if group is None:
+        raise Refused(f"{n} query heads are not known to be a multiple of {nkv} key heads", node)
+    b, s, j = Factor("b", qs[0]), Factor("s", qs[-2]), Factor("k", ks[-2])
+    heads_kv, groups = Factor("n", nkv), Factor("g", group)
+    if len(qs) == 4:
+        d, dv = Factor("d", qs[3]), Factor("v", vs[3])
+    else:
+        d, dv = Factor("d", exact_div(qs[2], n)), Factor("v", exact_div(vs[2], nkv))
+        if d.size is None or dv.size is None:
+            raise Refused("the head size is not known", node)
+    both = [heads_kv, groups] if group != 1 else [heads_kv]
+    bnsh = len(qs) == 4
+
+    def arranged(heads: list[Factor], seq: Factor, dim: Factor) -> Arrangement:
+        return [[b], heads, [seq], [dim]] if bnsh else [[b], [seq], [*heads, dim]]
+
+    terms = []
+    if mask is not None:
+        scores: Arrangement = [[b], both, [s], [j]]
+        fill = -math.inf if facts.dtype(mask) == ir.DataType.BOOL else None
+        terms.append(Term(mask, scores, node, fill=fill))
+    scale = attr(node, "scale")
+    if scale is None:
+        if not isinstance(d.size, int):
+            raise Refused("the head size is not known", node)
+        scale = 1.0 / math.sqrt(d.size)
+    return Problem(
+        q=Level(q, arranged(both, s, d)), k=Level(k, arranged([heads_kv], j, d)), v=Level(v, arranged([heads_kv], j, dv)),
+        out=Level(node.outputs[0], arranged(both, s, dv)),
+        batch=[b], heads=both, sq=s, sk=j, d=d, dv=dv, scale=scale, softcap=float(attr(node, "softcap", 0.0)),
+        terms=terms, nodes=[node], is_causal=bool(attr(node, "is_causal", 0)),
+    )
+
+
+# -- layouts
+
+
+def _forms(problem: Problem, heads: Sequence[Factor], seq: Factor, dim: Factor) -> dict[tuple[str, int], Arrangement]:
+    """The arrangements that the operator reads, by (layout, rank)."""
+    batch = [leaf for f in problem.batch for leaf in f.leaves()]
+    s, d = seq.leaves(), dim.leaves()
+    return {
+        ("BSNH", 3): [batch, s, [*heads, *d]],
+        ("BSNH", 4): [batch, s, list(heads), d],
+        ("BNSH", 4): [batch, list(heads), s, d],
+    }
+
+
+def _choose_layout(facts: Facts, problem: Problem) -> Plan:
+    dtype = facts.dtype(problem.q.value)
+    if dtype is None:
+        raise Refused(f"the element type of {problem.q.value.name} is not known", problem.nodes[0])
+    if dtype not in _TYPES:
+        raise Refused(f"the element type is {dtype.name}, the operator takes float32, float16 and bfloat16", problem.nodes[0])
+    for level in (problem.k, problem.v):
+        if facts.dtype(level.value) != dtype:
+            raise Refused(f"{level.value.name} is not of the element type of {problem.q.value.name}", problem.nodes[0])
+    problem.dtype = dtype
+
+    q_levels = _upstream_of_type(facts, problem.q, dtype) if not problem.q_factors else [problem.q]
+    k_levels = _upstream_of_type(facts, problem.k, dtype)
+    v_levels = _upstream_of_type(facts, problem.v, dtype)
+    out_levels = list(downstream(facts, problem.out.value, resolve(problem.out.arrangement)))
+    for level in (*q_levels, *k_levels, *v_levels, *out_levels):
+        level.arrangement = resolve(level.arrangement)
+
+    # One merged batch-and-heads axis that a Reshape further up takes apart.
+    if not problem.batch and len(problem.heads) == 1:
+        whole = problem.heads[0]
+        problem.batch, problem.heads = ([whole.parts[0]], [whole.parts[1]]) if whole.parts else ([whole], [])
+    heads = [leaf for f in problem.heads for leaf in f.leaves()]
+    for term in problem.terms:
+        term.arrangement = resolve(term.arrangement)
+        _check_term(facts, problem, term)
+
+    best: tuple[float, Plan] | None = None
+    prefixes = [heads[:i] for i in range(len(heads) + 1)]
+    for kv_heads in prefixes:
+        group = [f for f in heads[len(kv_heads):] if f.size != 1]
+        if group and (not all(_lacks(level, group) for level in (k_levels[-1], v_levels[-1]))):
+            continue
+        for (layout, rank), target in _forms(problem, heads, problem.sq, problem.d).items():
+            if rank == 3 and not (isinstance(_count(heads), int) and isinstance(_count(kv_heads), int)):
+                continue
+            targets_k = _forms(problem, kv_heads, problem.sk, problem.d)[layout, rank]
+            targets_v = _forms(problem, kv_heads, problem.sk, problem.dv)[layout, rank]
+            targets_y = _forms(problem, heads, problem.sq, problem.dv)[layout, rank]
+            picked = [_cheapest(levels, t) for levels, t in ((q_levels, target), (k_levels, targets_k), (v_levels, targets_v))]
+            if any(p is None for p in picked):
+                continue
+            out_cost, out = min(((_conversion(targets_y, level.arrangement) or 0.0) + _left(out_levels, level), i)
+                                for i, level in enumerate(out_levels) if _conversion(targets_y, level.arrangement) is not None)
+            cost = out_cost + sum(p[0] for p in picked)
+            plan = Plan(problem, layout, rank, *(p[1] for p in picked), out_levels[out], heads, list(kv_heads), [])
+            if best is None or cost < best[0] - 1e-9:
+                best = (cost, plan)
+        if best is not None:
+            break  # the fewest key heads
+    if best is None:
+        raise Refused("q, k, v and the result do not have a common order of batch and heads", problem.nodes[0])
+    plan = best[1]
+    absorbed = [*plan.q.nodes, *plan.k.nodes, *plan.v.nodes]
+    plan.nodes = [*problem.nodes, *plan.out.nodes]
+    del absorbed
+    return plan
+
+
+def _upstream_of_type(facts: Facts, level: Level, dtype: ir.DataType) -> list[Level]:
+    return [x for x in upstream(facts, level.value, resolve(level.arrangement)) if facts.dtype(x.value) == dtype]
+
+
+def _lacks(level: Level, group: Sequence[Factor]) -> bool:
+    leaves = flat(level.arrangement)
+    return not any(f in leaves for f in group)
+
+
+def _conversion(source: Arrangement, target: Arrangement) -> float | None:
+    """Cost of bringing one arrangement into the other: 0, a Reshape, or a Transpose. None: they hold different factors."""
+    a, b = flat_solid(source), flat_solid(target)
+    if len(a) != len(b) or set(map(id, a)) != set(map(id, b)):
+        return None
+    if same(source, target):
+        return 0.0
+    return 0.1 if [id(f) for f in a] == [id(f) for f in b] else 1.0
+
+
+def _cheapest(levels: Sequence[Level], target: Arrangement) -> tuple[float, Level] | None:
+    best: tuple[float, Level] | None = None
+    for level in levels:
+        cost = _conversion(level.arrangement, target)
+        if cost is not None and (best is None or cost + level.kept_cost <= best[0]):
+            best = (cost + level.kept_cost, level)
+    return best
+
+
+def _left(levels: Sequence[Level], level: Level) -> int:
+    """Transposes behind a level of the result, which stay if the result is written there."""
+    return sum(op_of(n) == "Transpose" for n in levels[-1].nodes[len(level.nodes):])
+
+
+# -- masks
+
+
+def _canonical(problem: Problem) -> Arrangement:
+    batch = [leaf for f in problem.batch for leaf in f.leaves()]
+    heads = [leaf for f in problem.heads for leaf in f.leaves()]
+    return [batch, heads, problem.sq.leaves(), problem.sk.leaves()]
+
+
+def _check_term(facts: Facts, problem: Problem, term: Term) -> None:
+    shape = facts.shape(term.value)
+    if shape is None:
+        raise Refused(f"the rank of the mask {term.value.name} is not known", term.node)
+    if len(shape) > len(term.arrangement):
+        raise Refused(f"the mask {_text(shape)} has more axes than the scores", term.node)
+    for size, axis in zip(shape, term.arrangement[len(term.arrangement) - len(shape):]):
+        if size != 1 and size != _size(axis):
+            raise Refused(f"the mask {_text(shape)} is not known to broadcast to the scores", term.node)
+    dtype = facts.dtype(term.value)
+    if term.fill is None and dtype != problem.dtype and _as_choice(facts, term) is None:
+        name = "unknown" if dtype is None else dtype.name
+        raise Refused(f"the mask is of type {name}, the operator takes {problem.dtype.name} and BOOL", term.node)
+
+
+def _as_choice(facts: Facts, term: Term) -> Term | None:
+    """An added Where(condition, 0, -inf) as the choice that it is."""
+    if term.fill is not None or term.factor <= 0:
+        return None
+    node = term.value.producer()
+    while node is not None and op_of(node) in ("Identity", "Expand") and node.inputs[0] is not None:
+        node = node.inputs[0].producer()
+    if op_of(node) != "Where":
+        return None
+    condition, x, y = node.inputs
+    numbers = facts.scalar(x), facts.scalar(y)
+    shape, own = facts.shape(condition), facts.shape(node.outputs[0])
+    if shape is None or shape != own or numbers not in ((0.0, -math.inf), (-math.inf, 0.0)):
+        return None
+    return replace(term, value=condition, fill=-math.inf, keep=numbers[0] == 0.0)
+
+
+def _mask(problem: Problem, tape: Tape) -> ir.Value | None:
+    """All masks of a problem as one input of the operator."""
+    added: ir.Value | None = None
+    kept: ir.Value | None = None
+    for term in problem.terms:
+        choice = _as_choice(tape.facts, term)
+        term = term if choice is None else choice
+        value = _to_canonical(problem, tape, term)
+        if term.fill is None:
+            if term.factor != 1.0:
+                value = tape.op("Mul", [value, _number(problem, tape, term.factor)])
+            added = value if added is None else tape.op("Add", [added, value])
+        elif math.isinf(term.fill):
+            if not term.keep:
+                value = tape.op("Not", [value])
+            kept = value if kept is None else tape.op("And", [kept, value])
+        else:
+            now = _number(problem, tape, 0.0) if added is None else added
+            fill = _number(problem, tape, term.fill)
+            added = tape.op("Where", [value, now, fill] if term.keep else [value, fill, now])
+    if kept is None or added is None:
+        return added if kept is None else kept
+    return tape.op("Where", [kept, added, _number(problem, tape, -math.inf)])
+
+
+def _number(problem: Problem, tape: Tape, number: float) -> ir.Value:
+    return tape.constant(problem_array(problem, number))
+
+
+def problem_array(problem: Problem, number: float):
+    import numpy as np
+
+    return np.array(number, problem.dtype.numpy())
+
+
+def _to_canonical(problem: Problem, tape: Tape, term: Term) -> ir.Value:
+    """The term as a tensor that broadcasts to (batch, heads, query, key)."""
+    target = _canonical(problem)
+    value = _without_expand(tape.facts, term.value)
+    shape = tape.facts.shape(value)
+    behind = term.arrangement[len(term.arrangement) - len(shape):]
+    have: Arrangement = [axis if size != 1 else [] for axis, size in zip(behind, shape)]
+    # A rank of at most 4 whose axes lie as the operator wants them needs nothing.
+    lined = target[len(target) - len(shape):] if len(shape) <= 4 else []
+    if lined and all(not axis or same([axis], [want]) for axis, want in zip(have, lined)):
+        return value
+    # Partly repeated batch axes are written out; the other missing axes stay 1.
+    present = {id(f) for f in flat(have)}
+    wanted: Arrangement = []
+    for i, axis in enumerate(target):
+        inside = [f for f in axis if id(f) in present or f.size == 1]
+        if i > 1 or not any(id(f) in present for f in axis) or len(inside) == len(axis):
+            wanted.append(inside if any(id(f) in present for f in axis) else [])
+        else:
+            wanted.append(list(axis))
+    missing = [f for axis in wanted for f in axis if id(f) not in present and f.size != 1]
+    if missing:
+        split: Arrangement = [[f] if id(f) in present else [] for f in flat(wanted)]
+        value = tape.arrange(value, have, split)
+        full: Arrangement = [[f] for f in flat(wanted)]
+        repeats = []
+        for f in flat(wanted):
+            if id(f) in present:
+                repeats.append(1)
+            elif isinstance(f.size, int):
+                repeats.append(f.size)
+            else:
+                raise Refused(f"the mask must be repeated {f.size} times, which is not known before the graph runs", term.node)
+        value = tape.op("Expand", [value, tape.ints(repeats)])
+        return tape.arrange(value, full, wanted)
+    return tape.arrange(value, have, wanted)
+
+
+def _without_expand(facts: Facts, value: ir.Value) -> ir.Value:
+    """The mask in front of Expand and no-ops: the operator broadcasts by itself."""
+    while True:
+        node = value.producer()
+        if node is None or not (op_of(node) == "Expand" or is_no_op(facts, node)):
+            return value
+        x = node.inputs[0]
+        before, after = facts.shape(x), facts.shape(value)
+        if before is None or after is None or len(before) != len(after) or any(b not in (1, a) for b, a in zip(before, after)):
+            return value
+        value = x
+
+
+def _unused() -> Iterator[None]:
+    yield None
