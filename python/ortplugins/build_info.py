@@ -15,7 +15,7 @@ SOURCE_TREE = Path(__file__).resolve().parents[2]
 
 
 def build_info() -> dict[str, Any]:
-    """``cuda`` (toolkit version or None), ``cuda_architectures``, ``sm90a``, ``compiler`` and ``kernel_digest``.
+    """``kernel_digest``, ``compiler``, ``cuda`` (toolkit version or None) and ``cuda_architectures``.
 
     Empty where the library was not installed by the build, as in a source tree.
     """

@@ -1,14 +1,14 @@
 """The digest of the sources that end up in the kernel library: which code a benchmark record was made with.
 
-Only the standard library is imported, since the build runs this file to write the digest beside the library:
-
-    python digest.py SOURCE_TREE
+Only the standard library is imported, since the build runs this file to write the digest, and how the library was built,
+into the file build_info.json beside it.
 """
 
 from __future__ import annotations
 
+import argparse
 import hashlib
-import sys
+import json
 from pathlib import Path
 
 _FOLDERS = ("plugins/core", "plugins/device", "plugins/kernels")
@@ -38,5 +38,24 @@ def kernel_digest(tree: Path) -> str:
     return digest.hexdigest()
 
 
+def main() -> None:
+    """Prints the digest of a tree, or writes it with facts of the build to a file."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("tree", type=Path)
+    parser.add_argument("--build-info", type=Path, help="the file to write")
+    parser.add_argument("--compiler")
+    parser.add_argument("--cuda", help="version of the CUDA toolkit")
+    parser.add_argument("--architectures", nargs="*", default=[], help="CUDA architectures as CMake names them")
+    args = parser.parse_args()
+    digest = kernel_digest(args.tree)
+    if args.build_info is None:
+        print(digest)
+        return
+    facts = {"kernel_digest": digest, "compiler": args.compiler, "cuda": args.cuda, "cuda_architectures": args.architectures}
+    text = json.dumps(facts, indent=1) + "\n"
+    if not args.build_info.is_file() or args.build_info.read_text() != text:
+        args.build_info.write_text(text)
+
+
 if __name__ == "__main__":
-    print(kernel_digest(Path(sys.argv[1])))
+    main()
