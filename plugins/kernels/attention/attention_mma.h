@@ -19,6 +19,15 @@ __device__ __forceinline__ uint32_t tile_offset(int row, int chunk) {
   return static_cast<uint32_t>(row * kDim * 2 + ((chunk ^ (row & 7)) << 4));
 }
 
+// A tile's place in shared memory is a multiple of its row's bytes. So the address of chunk c + 2i of a row is that of its
+// chunk c (0 or 1) with i << 5 exclusive-or'ed in: one instruction at the place of use. The empty
+// assembly keeps the compiler from computing all of them ahead of the mainloop, where they take up to 50 registers.
+constexpr int kTileAlign = 1024;
+__device__ __forceinline__ uint32_t computed_in_place(uint32_t address) {
+  asm volatile("" : "+r"(address));
+  return address;
+}
+
 // Loads kRows rows of `dim` elements; row_of(r) gives row r, or null for a row of zeros. Columns from `dim` to the next
 // multiple of 16 become zeros, those beyond are neither written nor read. Aligned rows travel by cp.async; others pass
 // through registers.
@@ -48,16 +57,18 @@ __device__ __forceinline__ void mma_qk(float (&s)[kMmaM][kTiles][4], uint32_t q_
   const int lane_idx = static_cast<int>(threadIdx.x) % 32;
   const int q_row = lane_idx % 16, q_chunk = lane_idx / 16;
   const int k_row = lane_idx % 8 + lane_idx / 16 * 8, k_chunk = lane_idx / 8 % 2;
+  const uint32_t q_address = computed_in_place(q_tile + tile_offset<kDim>(q_row, q_chunk));
+  const uint32_t k_address = computed_in_place(k_tile + tile_offset<kDim>(k_row, k_chunk));
 #pragma unroll
   for (int kk = 0; kk < kDim / 16; ++kk) {
     if (kk * 16 < head_dim) {
       uint32_t rQ[kMmaM][4];
 #pragma unroll
-      for (int m = 0; m < kMmaM; ++m) ldmatrix_x4(rQ[m], q_tile + tile_offset<kDim>(m * 16 + q_row, kk * 2 + q_chunk));
+      for (int m = 0; m < kMmaM; ++m) ldmatrix_x4(rQ[m], (q_address ^ kk << 5) + m * 16 * kDim * 2);
 #pragma unroll
       for (int n = 0; n < kTiles / 2; ++n) {
         uint32_t rK[4];  // keys 16n..16n+7: d 0-7, d 8-15; keys 16n+8..: d 0-7, d 8-15
-        ldmatrix_x4(rK, k_tile + tile_offset<kDim>(n * 16 + k_row, kk * 2 + k_chunk));
+        ldmatrix_x4(rK, (k_address ^ kk << 5) + n * 16 * kDim * 2);
 #pragma unroll
         for (int m = 0; m < kMmaM; ++m) {
           mma_m16n8k16<T>(s[m][2 * n], rQ[m], rK[0], rK[1]);
@@ -74,6 +85,7 @@ __device__ __forceinline__ void mma_pv(float (&acc)[kMmaM][kDim / 8][4], const f
                                        int v_head_dim) {
   const int lane_idx = static_cast<int>(threadIdx.x) % 32;
   const int v_row = lane_idx % 16, v_chunk = lane_idx / 16;
+  const uint32_t v_address = computed_in_place(v_tile + tile_offset<kDim>(v_row, v_chunk));
 #pragma unroll
   for (int kk = 0; kk < kTiles / 2; ++kk) {
     uint32_t rP[kMmaM][4];
@@ -88,7 +100,7 @@ __device__ __forceinline__ void mma_pv(float (&acc)[kMmaM][kDim / 8][4], const f
     for (int n = 0; n < kDim / 16; ++n) {
       if (n * 16 < v_head_dim) {
         uint32_t rV[4];  // columns 16n..16n+7: keys 0-7, keys 8-15; columns 16n+8..: keys 0-7, keys 8-15
-        ldmatrix_x4_trans(rV, v_tile + tile_offset<kDim>(kk * 16 + v_row, n * 2 + v_chunk));
+        ldmatrix_x4_trans(rV, (v_address ^ n << 5) + kk * 16 * kDim * 2);
 #pragma unroll
         for (int m = 0; m < kMmaM; ++m) {
           mma_m16n8k16<T>(acc[m][2 * n], rP[m], rV[0], rV[1]);

@@ -16,7 +16,7 @@ template <class T, int kDim, int kMmaM, int kBlockN>
 __global__ void __launch_bounds__(kThreads) attention_mma_kernel(const __grid_constant__ AttentionLaunch a) {
   constexpr int kWarpM = 16 * kMmaM;
   constexpr int kBlockM = kWarpM * kThreads / 32;
-  extern __shared__ __align__(128) char smem[];
+  extern __shared__ __align__(kTileAlign) char smem[];
   char* const sQ = smem;                        // kBlockM x kDim
   char* const sK = sQ + kBlockM * kDim * 2;     // kBlockN x kDim
   char* const sV = sK + kBlockN * kDim * 2;     // kBlockN x kDim

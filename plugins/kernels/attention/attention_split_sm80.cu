@@ -22,7 +22,7 @@ __global__ void __launch_bounds__(kWarps * 32) attention_split_kernel(const __gr
   constexpr int kTileBytes = kWarpN * kDim * 2;
   constexpr int kThreads = kWarps * 32;
   static_assert(kStages * 2 * kTileBytes >= kBlockM * kDim * 4, "a warp's part of y takes the place of its tiles");
-  extern __shared__ __align__(128) char smem[];
+  extern __shared__ __align__(kTileAlign) char smem[];
   __shared__ float2 s_max_sum[kWarps][kBlockM];
   __shared__ int s_redo[kBlockM];
   const int thread = static_cast<int>(threadIdx.x);
