@@ -93,7 +93,23 @@ bool supports_avx512(const GemmParams&, const DeviceInfo& device) { return devic
 bool supports_avx2(const GemmParams&, const DeviceInfo& device) { return device.isa >= CpuIsa::kAvx2; }
 bool supports_any(const GemmParams&, const DeviceInfo&) { return true; }
 
+#if ORTPLUGINS_WITH_CUDA
+bool supports_cuda(const GemmParams&, const DeviceInfo& device) { return device.sm >= 80; }
+bool supports_half(const GemmParams& p, const DeviceInfo& device) { return device.sm >= 80 && p.dtype != DType::kFloat32; }
+bool supports_float(const GemmParams& p, const DeviceInfo& device) { return device.sm >= 80 && p.dtype == DType::kFloat32; }
+// Less exact arithmetic only where the node asks for it.
+bool supports_tf32(const GemmParams& p, const DeviceInfo& device) { return supports_float(p, device) && p.precision == Precision::kTf32; }
+bool supports_tf32x3(const GemmParams& p, const DeviceInfo& device) { return supports_float(p, device) && p.precision == Precision::kTf32x3; }
+#endif
+
 constexpr Variant<GemmParams> kGemmVariants[] = {
+#if ORTPLUGINS_WITH_CUDA
+    {105, "sm80_mma_128x128x32_s4", DeviceKind::kCuda, supports_half, launch_gemm_sm80_mma},
+    {104, "sm80_tf32_128x128x16_s4", DeviceKind::kCuda, supports_tf32, launch_gemm_sm80_tf32},
+    {103, "sm80_tf32x3_128x128x16_s4", DeviceKind::kCuda, supports_tf32x3, launch_gemm_sm80_tf32x3},
+    {102, "simt_128x128x8_s4", DeviceKind::kCuda, supports_float, launch_gemm_simt_128x128},
+    {101, "simt_64x64x16", DeviceKind::kCuda, supports_cuda, launch_gemm_simt_64x64},
+#endif
     {3, "cpu_avx512", DeviceKind::kCpu, supports_avx512, launch_gemm_cpu_avx512},
     {2, "cpu_avx2", DeviceKind::kCpu, supports_avx2, launch_gemm_cpu_avx2},
     {1, "cpu_generic", DeviceKind::kCpu, supports_any, launch_gemm_cpu_generic},

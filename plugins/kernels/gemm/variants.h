@@ -18,4 +18,12 @@ void pack_gemm_b_cpu_avx512(const void* b, DType dtype, bool trans, int64_t batc
 void pack_gemm_b_cpu_avx2(const void* b, DType dtype, bool trans, int64_t batch, int64_t k, int64_t n, void* packed);
 void pack_gemm_b_cpu_generic(const void* b, DType dtype, bool trans, int64_t batch, int64_t k, int64_t n, void* packed);
 
+#if ORTPLUGINS_WITH_CUDA
+Status launch_gemm_sm80_mma(const GemmParams& params, const ExecContext& context);
+Status launch_gemm_sm80_tf32(const GemmParams& params, const ExecContext& context);
+Status launch_gemm_sm80_tf32x3(const GemmParams& params, const ExecContext& context);
+Status launch_gemm_simt_128x128(const GemmParams& params, const ExecContext& context);
+Status launch_gemm_simt_64x64(const GemmParams& params, const ExecContext& context);
+#endif
+
 }  // namespace ortplugins

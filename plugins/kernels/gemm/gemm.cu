@@ -1,0 +1,272 @@
+// Gemm in plain float32 arithmetic (FFMA).
+//
+// simt_128x128x8_s4: a block of 256 threads computes 128 x 128 of y, a thread 8 x 8 as four quads of 4 x 4. Both operands
+// lie in shared memory as (k, m) and (k, n), so that a thread's fragments are float4; an operand that is stored along k
+// is transposed on the way by 4-byte cp.async, one that is stored along m or n comes in 16-byte pieces.
+// simt_64x64x16: 64 x 64 with 4 x 4 a thread, any type and layout; elements pass through registers and become float.
+#include "device/cp_async.h"
+#include "device/tile_copy.h"
+#include "kernels/gemm/gemm_cuda.h"
+
+namespace ortplugins {
+namespace {
+
+struct SimtConfig {
+  static constexpr int kBlockM = 128, kBlockN = 128, kBlockK = 8;
+  static constexpr int kStages = 4;
+  static constexpr int kThreads = 256;
+  // A row of 128 floats and 4 of padding: 8 lanes along k and 4 along m that transpose write to 32 different banks, and
+  // rows stay 16-byte aligned for float4.
+  static constexpr int kRow = 128 + 4;
+  static constexpr int kOperandBytes = kBlockK * kRow * 4;
+  static constexpr int kStageBytes = 2 * kOperandBytes;
+  using TileC = EpilogueTile<kBlockM, kBlockN, kThreads>;
+  static constexpr int kSmemBytes = kStages * kStageBytes > TileC::kBytes ? kStages * kStageBytes : TileC::kBytes;
+};
+
+// Brings kBlockK x 128 of an operand to shared memory as (k, m).
+template <bool kAlongK>
+class SimtCopy : SimtConfig {
+ public:
+  // `base` is the first element of the block's rows, `major` how many rows of m or n there are from it.
+  __device__ __forceinline__ SimtCopy(const float* base, int64_t ld, int64_t major, int64_t k) : left_(k) {
+    const int thread_idx = static_cast<int>(threadIdx.x);
+    if (kAlongK) {  // element (m, k) of rows thread / 8 + 32 i: a warp reads 32 bytes of each of 4 rows
+      k_idx_ = thread_idx % 8;
+      const int row = thread_idx / 8;
+      source_ = base + row * ld + k_idx_;
+      target_ = (k_idx_ * kRow + row) * 4;
+      step_ = 32 * ld;
+      advance_ = kBlockK;
+      const int64_t rest = major - row;
+      count_ = rest <= 0 ? 0 : rest < 128 ? static_cast<int>((rest + 31) / 32) : 4;
+    } else {  // one 16-byte chunk: a warp reads a row
+      k_idx_ = thread_idx / 32;
+      const int col = thread_idx % 32 * 4;
+      source_ = base + k_idx_ * ld + col;
+      target_ = (k_idx_ * kRow + col) * 4;
+      step_ = row_alignment(base, ld);
+      advance_ = kBlockK * ld;
+      const int64_t rest = major - col;
+      count_ = rest <= 0 ? 0 : rest < 4 ? static_cast<int>(rest) : 4;
+    }
+  }
+
+  __device__ __forceinline__ void copy_and_advance(uint32_t smem) {
+    const bool k_exists = k_idx_ < left_;
+    if (kAlongK) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) cp_async_4(smem + target_ + 128 * i, source_ + i * step_, k_exists && i < count_ ? 4 : 0);
+    } else {
+      copy_chunk(smem + target_, source_, k_exists ? 4 * count_ : 0, static_cast<int>(step_));
+    }
+    source_ += advance_;
+    left_ -= kBlockK;
+  }
+
+ private:
+  const float* source_;
+  int64_t step_;  // between this thread's rows; of the other layout the alignment
+  int64_t advance_, left_;
+  int k_idx_, target_;
+  int count_;  // rows, or elements of the chunk, that exist
+};
+
+template <bool kTransA, bool kTransB>
+__global__ void __launch_bounds__(SimtConfig::kThreads, 2) gemm_simt_128x128_kernel(const __grid_constant__ GemmParams p) {
+  using C = SimtConfig;
+  extern __shared__ __align__(128) char smem_generic[];
+  const uint32_t smem = smem_address(smem_generic);
+  const int lane_idx = static_cast<int>(threadIdx.x) % 32, warp_idx = static_cast<int>(threadIdx.x) / 32;
+  // Warps stand 2 x 4 and own 64 x 32, lanes 8 x 4: rows m, m + 32 and columns n, n + 16, four of each. Neighbouring lanes
+  // are interleaved over m and n so that the float4 reads of eight lanes touch few different words.
+  const int thread_m = warp_idx / 4 * 64 + (lane_idx >> 1 & 7) * 4;
+  const int thread_n = warp_idx % 4 * 32 + ((lane_idx & 1) | (lane_idx >> 3 & 2)) * 4;
+  const int64_t tiles_m = (p.m + C::kBlockM - 1) / C::kBlockM, tiles_n = (p.n + C::kBlockN - 1) / C::kBlockN;
+  const int64_t k_tiles = (p.k + C::kBlockK - 1) / C::kBlockK;
+
+  const int64_t batch_idx = gemm_batch_index();
+  if (batch_idx >= p.batch) return;
+  const GemmOperands<float> operands(p, batch_idx);
+  const TileIndex tile = grouped_tile(blockIdx.x, tiles_m, tiles_n);
+  const int64_t first_m = tile.m * C::kBlockM, first_n = tile.n * C::kBlockN;
+
+  // Prologue: fill all stages but one.
+  SimtCopy<!kTransA> copy_a(operands.a + (kTransA ? first_m : first_m * p.lda), p.lda, p.m - first_m, p.k);
+  SimtCopy<kTransB> copy_b(operands.b + (kTransB ? first_n * p.ldb : first_n), p.ldb, p.n - first_n, p.k);
+  for (int stage = 0; stage < C::kStages - 1; ++stage) {
+    if (stage < k_tiles) {
+      copy_a.copy_and_advance(smem + stage * C::kStageBytes);
+      copy_b.copy_and_advance(smem + stage * C::kStageBytes + C::kOperandBytes);
+    }
+    cp_async_commit();
+  }
+
+  // Mainloop. Empty groups keep the count where there is no tile left to copy.
+  float acc[8][8] = {};
+  int stage = 0, free_stage = C::kStages - 1;
+  for (int64_t k_tile = 0; k_tile < k_tiles; ++k_tile) {
+    cp_async_wait<C::kStages - 2>();
+    __syncthreads();  // the tile has arrived for all threads, and all are done with the stage that is filled next
+    if (k_tile + C::kStages - 1 < k_tiles) {
+      copy_a.copy_and_advance(smem + free_stage * C::kStageBytes);
+      copy_b.copy_and_advance(smem + free_stage * C::kStageBytes + C::kOperandBytes);
+    }
+    cp_async_commit();
+    const auto* sA = reinterpret_cast<const float*>(smem_generic + stage * C::kStageBytes);
+    const auto* sB = reinterpret_cast<const float*>(smem_generic + stage * C::kStageBytes + C::kOperandBytes);
+    float rA[2][8], rB[2][8];  // double-buffered over k
+    const auto load = [&](int buffer, int k) {
+      *reinterpret_cast<float4*>(&rA[buffer][0]) = *reinterpret_cast<const float4*>(sA + k * C::kRow + thread_m);
+      *reinterpret_cast<float4*>(&rA[buffer][4]) = *reinterpret_cast<const float4*>(sA + k * C::kRow + thread_m + 32);
+      *reinterpret_cast<float4*>(&rB[buffer][0]) = *reinterpret_cast<const float4*>(sB + k * C::kRow + thread_n);
+      *reinterpret_cast<float4*>(&rB[buffer][4]) = *reinterpret_cast<const float4*>(sB + k * C::kRow + thread_n + 16);
+    };
+    load(0, 0);
+#pragma unroll
+    for (int k = 0; k < C::kBlockK; ++k) {
+      if (k + 1 < C::kBlockK) load((k + 1) & 1, k + 1);
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {
+#pragma unroll
+        for (int j = 0; j < 8; ++j) acc[i][j] = fmaf(rA[k & 1][i], rB[k & 1][j], acc[i][j]);
+      }
+    }
+    free_stage = stage;
+    stage = stage + 1 == C::kStages ? 0 : stage + 1;
+  }
+
+  // Epilogue: the stages become the tile of y.
+  cp_async_wait<0>();
+  __syncthreads();
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    const int row = thread_m + i / 4 * 32 + i % 4;
+    C::TileC::put(smem_generic, row, thread_n, make_float4(acc[i][0], acc[i][1], acc[i][2], acc[i][3]));
+    C::TileC::put(smem_generic, row, thread_n + 16, make_float4(acc[i][4], acc[i][5], acc[i][6], acc[i][7]));
+  }
+  __syncthreads();
+  C::TileC::store(smem_generic, operands.epilogue, first_m, first_n);
+}
+
+struct SmallSimtConfig {
+  static constexpr int kBlock = 64, kBlockK = 16;
+  static constexpr int kThreads = 256;
+  static constexpr int kRow = kBlock + 4;
+  static constexpr int kPerThread = kBlock * kBlockK / kThreads;
+  using TileC = EpilogueTile<kBlock, kBlock, kThreads>;
+};
+
+// Reads this thread's elements of a 64 x kBlockK tile into registers and writes them to shared memory as (k, m).
+template <class T>
+struct SmallSimtCopy : SmallSimtConfig {
+  const T* base;
+  int64_t stride_major, stride_k;
+  int64_t major_left, k_left;
+  float r[kPerThread];
+
+  __device__ __forceinline__ SmallSimtCopy(const T* first, int64_t stride_major, int64_t stride_k, int64_t major_left, int64_t k)
+      : base(first), stride_major(stride_major), stride_k(stride_k), major_left(major_left), k_left(k) {}
+
+  // Lanes run along the contiguous dimension.
+  __device__ __forceinline__ int2 place(int i) const {
+    const int thread_idx = static_cast<int>(threadIdx.x);
+    return stride_k == 1 ? make_int2(thread_idx / kBlockK + i * (kThreads / kBlockK), thread_idx % kBlockK)
+                         : make_int2(thread_idx % kBlock, thread_idx / kBlock + i * (kThreads / kBlock));
+  }
+  __device__ __forceinline__ void load_and_advance() {
+#pragma unroll
+    for (int i = 0; i < kPerThread; ++i) {
+      const int2 at = place(i);  // (m, k)
+      r[i] = at.x < major_left && at.y < k_left ? to_float(base[at.x * stride_major + at.y * stride_k]) : 0.0F;
+    }
+    base += kBlockK * stride_k;
+    k_left -= kBlockK;
+  }
+  __device__ __forceinline__ void store(float* tile) const {
+#pragma unroll
+    for (int i = 0; i < kPerThread; ++i) {
+      const int2 at = place(i);
+      tile[at.y * kRow + at.x] = r[i];
+    }
+  }
+};
+
+template <class T>
+__global__ void __launch_bounds__(SmallSimtConfig::kThreads, 2) gemm_simt_64x64_kernel(const __grid_constant__ GemmParams p) {
+  using C = SmallSimtConfig;
+  constexpr int kTileFloats = C::kBlockK * C::kRow;
+  __shared__ __align__(128) float smem[2][2][kTileFloats];  // buffer, operand
+  static_assert(sizeof(smem) >= C::TileC::kBytes, "the epilogue reuses it");
+  const int thread_m = static_cast<int>(threadIdx.x) / 16 * 4, thread_n = static_cast<int>(threadIdx.x) % 16 * 4;
+  const int64_t tiles_m = (p.m + C::kBlock - 1) / C::kBlock, tiles_n = (p.n + C::kBlock - 1) / C::kBlock;
+  const int64_t k_tiles = (p.k + C::kBlockK - 1) / C::kBlockK;
+  const int64_t a_stride_m = p.trans_a ? 1 : p.lda, a_stride_k = p.trans_a ? p.lda : 1;
+  const int64_t b_stride_n = p.trans_b ? p.ldb : 1, b_stride_k = p.trans_b ? 1 : p.ldb;
+
+  const int64_t batch_idx = gemm_batch_index();
+  if (batch_idx >= p.batch) return;
+  const GemmOperands<T> operands(p, batch_idx);
+  const TileIndex tile = grouped_tile(blockIdx.x, tiles_m, tiles_n);
+  const int64_t first_m = tile.m * C::kBlock, first_n = tile.n * C::kBlock;
+  SmallSimtCopy<T> copy_a(operands.a + first_m * a_stride_m, a_stride_m, a_stride_k, p.m - first_m, p.k);
+  SmallSimtCopy<T> copy_b(operands.b + first_n * b_stride_n, b_stride_n, b_stride_k, p.n - first_n, p.k);
+  float acc[4][4] = {};
+  copy_a.load_and_advance();  // zeros where k is 0
+  copy_b.load_and_advance();
+  for (int64_t k_tile = 0; k_tile < k_tiles; ++k_tile) {
+    // One barrier a tile: whoever is past it has read the buffer that is written in the next round.
+    float* const sA = smem[k_tile & 1][0];
+    float* const sB = smem[k_tile & 1][1];
+    copy_a.store(sA);
+    copy_b.store(sB);
+    __syncthreads();
+    copy_a.load_and_advance();
+    copy_b.load_and_advance();
+#pragma unroll
+    for (int k = 0; k < C::kBlockK; ++k) {
+      const float4 a = *reinterpret_cast<const float4*>(sA + k * C::kRow + thread_m);
+      const float4 b = *reinterpret_cast<const float4*>(sB + k * C::kRow + thread_n);
+      const float rA[4] = {a.x, a.y, a.z, a.w}, rB[4] = {b.x, b.y, b.z, b.w};
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+#pragma unroll
+        for (int j = 0; j < 4; ++j) acc[i][j] = fmaf(rA[i], rB[j], acc[i][j]);
+      }
+    }
+  }
+  __syncthreads();
+  char* const tile_c = reinterpret_cast<char*>(smem);
+#pragma unroll
+  for (int i = 0; i < 4; ++i) C::TileC::put(tile_c, thread_m + i, thread_n, make_float4(acc[i][0], acc[i][1], acc[i][2], acc[i][3]));
+  __syncthreads();
+  C::TileC::store(tile_c, operands.epilogue, first_m, first_n);
+}
+
+template <bool kTransA, bool kTransB>
+Status launch_128x128(const GemmParams& p, const ExecContext& context) {
+  using C = SimtConfig;
+  static SmemLimit limit;
+  const auto kernel = gemm_simt_128x128_kernel<kTransA, kTransB>;
+  ORTPLUGINS_RETURN_IF_ERROR(limit.raise(kernel, *context.device, C::kSmemBytes));
+  return launch("gemm_simt_128x128", kernel, gemm_grid(p, C::kBlockM, C::kBlockN), C::kThreads, C::kSmemBytes, context, p);
+}
+
+}  // namespace
+
+Status launch_gemm_simt_128x128(const GemmParams& p, const ExecContext& context) {
+  if (is_empty(p)) return {};
+  if (p.trans_a) return p.trans_b ? launch_128x128<true, true>(p, context) : launch_128x128<true, false>(p, context);
+  return p.trans_b ? launch_128x128<false, true>(p, context) : launch_128x128<false, false>(p, context);
+}
+
+Status launch_gemm_simt_64x64(const GemmParams& p, const ExecContext& context) {
+  if (is_empty(p)) return {};
+  return dispatch(p.dtype, [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    using C = SmallSimtConfig;
+    return launch("gemm_simt_64x64", gemm_simt_64x64_kernel<T>, gemm_grid(p, C::kBlock, C::kBlock), C::kThreads, 0, context, p);
+  });
+}
+
+}  // namespace ortplugins
