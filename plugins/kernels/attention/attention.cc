@@ -1,5 +1,6 @@
 #include "kernels/attention/attention.h"
 
+#include <algorithm>
 #include <cmath>
 
 #include "core/op.h"
@@ -99,8 +100,9 @@ Status bind(const OpArgs& args, AttentionParams* p) {
   p->scale = attrs[attr::kScale].is_set ? attrs[attr::kScale].f : 1.0F / std::sqrt(static_cast<float>(p->head_dim));
   p->softcap = attrs[attr::kSoftcap].f;
   p->is_causal = attrs[attr::kIsCausal].i != 0;
-  p->window = attrs[attr::kWindow].i;
-  p->window_right = attrs[attr::kWindowRight].i;
+  constexpr int64_t kWidest = int64_t{1} << 40;  // wider than any sequence, and far from overflow when positions are added
+  p->window = std::min(attrs[attr::kWindow].i, kWidest);
+  p->window_right = std::min(attrs[attr::kWindowRight].i, kWidest);
   p->precision = static_cast<Precision>(attrs[attr::kPrecision].i);
   return {};
 }
