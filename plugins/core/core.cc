@@ -105,6 +105,17 @@ Status parse_attrs(const OpSpec& spec, const RawAttr* raw, AttrValue* values) {
   return {};
 }
 
+std::string attr_message(const OpSpec& spec, const RawAttr* raw, const Status& status) {
+  for (size_t a = 0; a < spec.attrs.size(); ++a) {
+    const AttrSpec& attr = spec.attrs[a];
+    if (attr.kind != AttrKind::kString || std::string_view(status.tensor) != attr.name) continue;
+    std::string text = std::string("attribute ") + attr.name + ": '" + std::string(raw[a].s) + "' is not one of";
+    for (const char* choice : attr.choices) text.append(" ").append(choice);
+    return text;
+  }
+  return "attribute " + message(status);
+}
+
 const Op* find_op(const char* name) {
   for (const Op* op : all_ops()) {
     if (std::string_view(op->spec->name) == name) return op;

@@ -152,13 +152,7 @@ OrtStatus* read_attrs(const OrtKernelInfo* info, Kernel* kernel) {
     }
   }
   if (const Status parsed = parse_attrs(spec, raw.data(), kernel->attrs.data()); !parsed.ok()) {
-    std::string text = "attribute " + message(parsed);
-    for (size_t a = 0; a < spec.attrs.size(); ++a) {
-      if (parsed.tensor != spec.attrs[a].name || spec.attrs[a].kind != AttrKind::kString) continue;
-      text = std::string("attribute ") + parsed.tensor + ": '" + strings[a] + "' is not one of";
-      for (const char* choice : spec.attrs[a].choices) text.append(" ").append(choice);
-    }
-    return error(kernel->describe(text));
+    return error(kernel->describe(attr_message(spec, raw.data(), parsed)));
   }
   return nullptr;
 }
