@@ -189,8 +189,10 @@ FUSED_ATTENTION = OpSpec(
             Axes("B N Sq Dv", when=(("layout", "BNSH"),)),
             Axes("B Sq N Dv"),
         )),
-        Tensor("present_k", "B Nkv P+S D", optional=True, doc="`past_k` and `k`, concatenated; BNSH."),
-        Tensor("present_v", "B Nkv P+S Dv", optional=True, doc="`past_v` and `v`, concatenated; BNSH."),
+        Tensor("present_k", (Axes("B kv_num_heads P+S D", rank=3), Axes("B Nkv P+S D")), optional=True,
+               doc="`past_k` and `k`, concatenated; BNSH."),
+        Tensor("present_v", (Axes("B kv_num_heads P+S Dv", rank=3), Axes("B Nkv P+S Dv")), optional=True,
+               doc="`past_v` and `v`, concatenated; BNSH."),
     ),
     attrs=(
         Attr("layout", "string", "BSNH", choices=("BSNH", "BNSH"), doc=_QKV_LAYOUTS),

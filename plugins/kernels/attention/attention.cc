@@ -88,6 +88,9 @@ Status bind(const OpArgs& args, AttentionParams* p) {
   }
   if (in[input::kPastK].present()) {
     if (in[input::kTotalLengths].present()) return Status::invalid("total_lengths", "cannot be combined with past_k");
+    for (const int i : {input::kPastK, input::kPastV}) {
+      if (in[i].shape[1] != k.heads) return Status::invalid(kInputs[i].name, "has {} heads, k and v {}", {in[i].shape[1], k.heads});
+    }
     p->past_k = in[input::kPastK].data;
     p->past_v = in[input::kPastV].data;
     p->past_len = in[input::kPastK].shape[2];

@@ -1,0 +1,107 @@
+"""Runs kernels for tests: each variant on its device, between guard values and at odd addresses."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ortplugins import native, ops
+
+GUARD_ELEMENTS = 67
+"""Elements in front of and behind every tensor; odd, so that no tensor starts on a vector's boundary."""
+
+EPSILON = {"float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}
+"""Distance from 1 to the next number of each type."""
+
+_CPU_ISAS = ("generic", "avx2", "avx512")
+
+
+def variant_params(op: str) -> list[Any]:
+    """A pytest parameter for each row of the op's variant table; rows for CUDA carry the marker ``gpu``."""
+    params = []
+    for row in native.variants(op):
+        marks = [pytest.mark.gpu] if row.device == "cuda" else []
+        isa = row.name.rsplit("_", 1)[-1]
+        if row.device == "cpu" and isa in _CPU_ISAS and _CPU_ISAS.index(isa) > _CPU_ISAS.index(native.cpu_isa()):
+            marks.append(pytest.mark.skip(reason=f"this processor has no {isa}"))
+        params.append(pytest.param(row, id=row.name, marks=marks))
+    return params
+
+
+def numpy_dtype(name: str) -> np.dtype:
+    return native.DTYPES[name]
+
+
+def random_tensor(rng: np.random.Generator, shape: Sequence[int], dtype: str, std: float = 1.0) -> np.ndarray:
+    return (rng.standard_normal(tuple(shape)) * std).astype(numpy_dtype(dtype))
+
+
+def _guard_value(dtype: np.dtype) -> Any:
+    if dtype == np.dtype(bool):
+        return True
+    if dtype.kind == "i":
+        return np.iinfo(dtype).max
+    return np.nan
+
+
+class Guarded:
+    """An array between guard values: NaN for floating point, so that a read beyond an input shows in the result."""
+
+    def __init__(self, shape: Sequence[int], dtype: np.dtype):
+        size = int(np.prod(shape, dtype=np.int64))
+        self._buffer = np.full(size + 2 * GUARD_ELEMENTS, _guard_value(dtype), dtype)
+        self.array = self._buffer[GUARD_ELEMENTS : GUARD_ELEMENTS + size].reshape(shape)
+        self._guards = self._guard_bytes()
+
+    @classmethod
+    def of(cls, values: np.ndarray) -> Guarded:
+        guarded = cls(values.shape, values.dtype)
+        guarded.array[...] = values
+        return guarded
+
+    def _guard_bytes(self) -> bytes:
+        return self._buffer[:GUARD_ELEMENTS].tobytes() + self._buffer[-GUARD_ELEMENTS:].tobytes()
+
+    def check(self) -> None:
+        assert self._guard_bytes() == self._guards, "a kernel wrote outside of its output"
+
+
+def run_variant(
+    op: str,
+    variant: native.VariantInfo,
+    inputs: Sequence[np.ndarray | None],
+    attrs: Mapping[str, Any] | None = None,
+    *,
+    output_count: int = 1,
+    threads: int = 2,
+    prepack: bool = False,
+) -> list[np.ndarray]:
+    """Outputs of one variant. Skips where the variant does not support the problem: another row of the table does."""
+    guarded = [None if t is None else Guarded.of(t) for t in inputs]
+    arrays = [None if g is None else g.array for g in guarded]
+    shapes = native.infer_shapes(op, arrays, attrs)[:output_count]
+    types = [inputs[0].dtype if t.dtypes[0] == "T" else numpy_dtype(t.dtypes[0]) for t in ops.find(op).outputs]
+    outputs = [Guarded(shape, dtype) for shape, dtype in zip(shapes, types)]
+    try:
+        native.run(op, arrays, attrs, outputs=[o.array for o in outputs], variant=variant.name, device=variant.device, threads=threads,
+                   prepack=prepack)
+    except NotImplementedError as refusal:
+        pytest.skip(f"{variant.name} leaves this to another variant: {refusal}")
+    for o in outputs:
+        o.check()
+    for given, used in zip(inputs, guarded):
+        if used is not None:
+            assert used.array.tobytes() == given.tobytes(), "a kernel wrote to its input"
+    return [o.array for o in outputs]
+
+
+def assert_close(actual: np.ndarray, expected: np.ndarray, bound: float | np.ndarray) -> None:
+    """NaN exactly where ``expected`` has it, and everywhere else at most ``bound`` away."""
+    actual = actual.astype(np.float64)
+    assert actual.shape == expected.shape
+    np.testing.assert_array_equal(np.isnan(actual), np.isnan(expected), err_msg="NaN in the wrong places")
+    error = np.where(np.isnan(expected), 0.0, np.abs(actual - expected))
+    assert np.all(error <= bound), f"error {np.max(error):.3g} over the bound {np.min(bound):.3g}"

@@ -1,0 +1,150 @@
+"""What the ops compute, in float64, and a plain version that rounds to the tensors' type as unfused nodes would.
+
+The plain version sets the bound: a kernel may err at most twice as much as it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+Rounding = Callable[[np.ndarray], np.ndarray]
+
+
+@dataclass(frozen=True)
+class Arithmetic:
+    """``dtype``: type of sums; ``rounded``: applied to every result; ``operand``: applied to the factors of products."""
+
+    dtype: np.dtype
+    rounded: Rounding = lambda x: x
+    operand: Rounding = lambda x: x
+
+    def matmul(self, a: np.ndarray, b: np.ndarray) -> np.ndarray:
+        """``a @ b``. Float32 sums run from first to last term, as in a plain loop; BLAS would be better than plain."""
+        a, b = self.operand(a), self.operand(b)
+        if self.dtype == np.dtype(np.float64):
+            return a @ b
+        out = np.zeros((*a.shape[:-1], b.shape[-1]), self.dtype)
+        for i in range(a.shape[-1]):
+            out += a[..., :, i, None] * b[..., None, i, :]
+        return self.rounded(out)
+
+
+def _round_to_tf32(x: np.ndarray) -> np.ndarray:
+    """Mantissas rounded to the 10 bits that TF32 tensor cores read."""
+    bits = np.ascontiguousarray(x).view(np.uint32)
+    rounded = (bits + np.uint32(0x0FFF) + ((bits >> 13) & 1)) & np.uint32(0xFFFFE000)
+    return np.where(np.isfinite(x), rounded.view(np.float32), x)
+
+
+EXACT = Arithmetic(np.dtype(np.float64))
+FLOAT32 = Arithmetic(np.dtype(np.float32))
+TF32 = Arithmetic(np.dtype(np.float32), operand=_round_to_tf32)
+
+
+def plain(dtype: np.dtype, precision: str = "ieee") -> Arithmetic:
+    """The arithmetic of unfused nodes on tensors of ``dtype``: float32 sums, rounded to ``dtype`` after every step."""
+    if dtype == np.dtype(np.float32):
+        return TF32 if precision == "tf32" else FLOAT32
+    return Arithmetic(np.dtype(np.float32), rounded=lambda x: x.astype(dtype).astype(np.float32))
+
+
+def _to_bnsh(x: np.ndarray, layout: str, heads: int) -> np.ndarray:
+    if x.ndim == 3:
+        x = x.reshape(*x.shape[:2], heads, x.shape[2] // heads if heads else 0)
+    elif layout == "BNSH":
+        return x
+    return x.transpose(0, 2, 1, 3)
+
+
+def _allowed_keys(q_len: int, total: int, past: int, length: int | None, attrs: Mapping[str, Any]) -> np.ndarray:
+    """Which keys each query may see: (q_len, total)."""
+    key = np.arange(total)[None, :]
+    offset = past if length is None else length - q_len
+    position = np.arange(q_len)[:, None] + offset
+    allowed = np.ones((q_len, total), bool)
+    if length is not None:
+        allowed &= key < length
+    if attrs.get("is_causal", 0):
+        allowed &= key <= position
+    if attrs.get("window", -1) >= 0:
+        allowed &= key >= position - attrs["window"]
+    if attrs.get("window_right", -1) >= 0:
+        allowed &= key <= position + attrs["window_right"]
+    return allowed
+
+
+@dataclass(frozen=True)
+class AttentionResult:
+    """Outputs, and the largest magnitude of a score that counts, before the bias."""
+
+    y: np.ndarray
+    present_k: np.ndarray
+    present_v: np.ndarray
+    largest_score: float
+
+
+def attention_reference(
+    inputs: Sequence[np.ndarray | None],
+    attrs: Mapping[str, Any] | None = None,
+    arithmetic: Arithmetic = EXACT,
+) -> AttentionResult:
+    """FusedAttention of ``inputs``, in the order of the specification, None for absent ones."""
+    dtype, rounded = arithmetic.dtype, arithmetic.rounded
+    attrs = dict(attrs or {})
+    q, k, v, mask, past_k, past_v, total_lengths = [*inputs, *[None] * (7 - len(inputs))]
+    layout = attrs.get("layout", "BSNH")
+    num_heads = attrs.get("num_heads", 0)
+    rank = q.ndim
+    q, k, v = (
+        _to_bnsh(x.astype(dtype), layout, heads)
+        for x, heads in ((q, num_heads), (k, attrs.get("kv_num_heads", 0) or num_heads), (v, attrs.get("kv_num_heads", 0) or num_heads))
+    )
+    if past_k is not None:
+        k = np.concatenate([past_k.astype(dtype), k], axis=2)
+        v = np.concatenate([past_v.astype(dtype), v], axis=2)
+    present_k, present_v = k, v
+    batch, heads, q_len, head_dim = q.shape
+    total = k.shape[2]
+    group = heads // k.shape[1] if k.shape[1] else 1
+    k, v = np.repeat(k, group, axis=1), np.repeat(v, group, axis=1)
+
+    bias = np.zeros((batch, heads, q_len, total), dtype)
+    if mask is not None:
+        values = np.where(mask, dtype.type(0), dtype.type(-np.inf)) if mask.dtype == np.dtype(bool) else mask.astype(dtype)
+        if values.shape[-1] not in (1, total):
+            values = np.concatenate([values, np.full((*values.shape[:-1], total - values.shape[-1]), -np.inf, dtype)], axis=-1)
+        bias = bias + values
+    past = 0 if past_k is None else past_k.shape[2]
+    for b in range(batch):
+        length = None if total_lengths is None else int(total_lengths[b])
+        bias[b] = np.where(_allowed_keys(q_len, total, past, length, attrs), bias[b], -np.inf)
+
+    scale = attrs.get("scale")
+    scale = float(np.float32(scale)) if scale is not None else 1.0 / float(np.sqrt(head_dim)) if head_dim else 1.0
+    softcap = float(np.float32(attrs.get("softcap", 0.0)))
+    with np.errstate(invalid="ignore", over="ignore"):
+        score = rounded(arithmetic.matmul(q, k.transpose(0, 1, 3, 2)) * scale)
+        if softcap:
+            score = rounded(softcap * np.tanh(rounded(score / softcap)))
+        counts = ~np.isneginf(bias)
+        largest_score = float(np.max(np.abs(score), where=counts & np.isfinite(score), initial=0.0))
+        score = np.where(counts, rounded(score + bias), -np.inf)
+        maximum = np.max(score, axis=-1, keepdims=True, initial=-np.inf)
+        weight = rounded(np.exp(rounded(score - np.where(np.isneginf(maximum), 0.0, maximum))))
+        total_weight = rounded(weight.sum(axis=-1, keepdims=True))
+        empty = ~np.any(counts, axis=-1, keepdims=True)
+        weight = rounded(np.divide(weight, total_weight, out=np.zeros_like(weight), where=~empty))
+        # A key without weight adds nothing, whatever its value is.
+        bad = ~np.isfinite(v)
+        y = arithmetic.matmul(weight, np.where(bad, dtype.type(0), v))
+        if bad.any():
+            y = np.where((np.nan_to_num(weight, nan=1.0) > 0).astype(np.float64) @ bad.astype(np.float64) > 0, np.nan, y)
+    if layout == "BSNH" or rank == 3:
+        y = y.transpose(0, 2, 1, 3)
+    if rank == 3:
+        y = y.reshape(batch, q_len, -1)
+    return AttentionResult(y, present_k, present_v, largest_score)
