@@ -17,14 +17,20 @@ try:
 except _metadata.PackageNotFoundError:  # a source tree on PYTHONPATH
     __version__ = "0+unknown"
 
+from .compare import Comparison, compare
 from .errors import LibraryNotFoundError, OrtPluginsError, RuntimeMismatchError
 from .register import get_library_path, register
+from .rewrite import RewriteResult, rewrite  # the function hides the package of its name, which `import` still finds
 
 __all__ = [
+    "Comparison",
     "LibraryNotFoundError",
     "OrtPluginsError",
+    "RewriteResult",
     "RuntimeMismatchError",
     "__version__",
+    "compare",
     "get_library_path",
     "register",
+    "rewrite",
 ]

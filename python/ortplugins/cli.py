@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections import Counter
 from pathlib import Path
 
 import click
@@ -11,6 +12,10 @@ from rich.markup import escape
 
 from . import __version__, console
 from .errors import OrtPluginsError
+from .files import replace_atomically
+from .ops import PRECISIONS
+from .rewrite import rewrite as rewrite_model
+from .rewrite.api import KINDS
 from .session import PROVIDERS
 
 
@@ -22,6 +27,8 @@ class _Group(click.Group):
             return super().invoke(ctx)
         except OrtPluginsError as error:
             raise click.ClickException(str(error)) from error
+        except OSError as error:  # a full disk, a folder that may not be written
+            raise click.ClickException(f"{error.filename}: {error.strerror}" if error.filename else str(error)) from error
 
 
 @click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
@@ -56,28 +63,34 @@ _THREADS = click.option("--threads", type=click.IntRange(min=1), help="Threads o
 @click.argument("source", metavar="IN.onnx", type=_ONNX)
 @click.argument("target", metavar="OUT.onnx", type=_ONNX)
 @_REPORT
-def rewrite(source: Path, target: Path, report: Path | None) -> None:
+@click.option("--only", multiple=True, type=click.Choice(KINDS), help="Rewrite only sites of this kind. Repeatable.")
+@click.option("--skip", multiple=True, type=click.Choice(KINDS), help="Leave sites of this kind alone. Repeatable.")
+@click.option("--keep", multiple=True, metavar="NODE", help="Leave the site of the node of this name alone. Repeatable.")
+@click.option("--precision", type=click.Choice(PRECISIONS), help="Arithmetic of float32 products on CUDA. [default: ieee]")
+@click.option("--all", "every", is_flag=True, help="List fused sites too, not only skipped ones.")
+def rewrite(source: Path, target: Path, report: Path | None, only: tuple[str, ...], skip: tuple[str, ...], keep: tuple[str, ...],
+            precision: str | None, every: bool) -> None:
     """Replace attention, softmax and linear chains in IN.onnx by fused ops and write OUT.onnx.
 
-    Every candidate site is listed: fused, or skipped with the reason. OUT.onnx appears only when it is complete, and may
-    be IN.onnx.
+    The table counts the sites and gives the reason for each that was skipped; the report lists every one. OUT.onnx appears only when it is complete, and may
+    be IN.onnx. Large weights go to OUT.onnx.data beside it.
 
     \b
     Examples:
       ortplugins rewrite model.onnx fused.onnx
       ortplugins rewrite model.onnx fused.onnx --report sites.json
+      ortplugins rewrite model.onnx fused.onnx --only attention --precision tf32x3
     """
-    from .files import replace_atomically
-    from .rewrite import rewrite as rewrite_model
-
     _require_file(source)
-    with console.err.status(f"rewriting {escape(str(source))}"):
-        result = rewrite_model(source, output=target)
+    with console.progress_bar() as progress:
+        progress("rewriting", 0.0)
+        result = rewrite_model(source, output=target, only=only or None, skip=skip, keep=keep, precision=precision,
+                               progress=lambda done, total: progress("writing", done / max(total, 1)))
     document = result.report.to_dict()
     if report is not None:
         replace_atomically(report, json.dumps(document, indent=2) + "\n")
-    _show_sites(document["sites"])
-    console.out.print(f"wrote {escape(str(target))}", highlight=False)
+    _show_sites(document["sites"], every=every)
+    console.out.print(f"wrote {escape(str(target))}: {document['nodes_before']} nodes became {document['nodes_after']}", highlight=False)
 
 
 def _require_file(path: Path) -> None:
@@ -85,14 +98,23 @@ def _require_file(path: Path) -> None:
         raise OrtPluginsError(f"there is no file {path}")
 
 
-def _show_sites(sites: list[dict]) -> None:
-    table = console.table("Sites", ["kind", "op", "status", "nodes", "reason"])
-    for site in sites:
-        nodes = site["nodes"]
-        shown = nodes[0] if len(nodes) == 1 else f"{nodes[0]} ... {nodes[-1]} ({len(nodes)})" if nodes else "-"
-        colour = "green" if site["status"] == "fused" else "yellow"
-        table.add_row(site["kind"], site["op"] or "-", f"[{colour}]{site['status']}[/]", escape(shown), escape(site["reason"] or ""))
+def _show_sites(sites: list[dict], *, every: bool = False) -> None:
+    """A line for each kind and op, then the sites that were skipped with the reason; all sites if ``every``."""
+    table = console.table("Sites", ["kind", "op", "fused", "skipped"], ["fused", "skipped"])
+    tally = Counter((site["kind"], site["op"] or "-", site["status"]) for site in sites)
+    for kind, op in dict.fromkeys((kind, op) for kind, op, _ in tally):
+        skipped = tally[kind, op, "skipped"]
+        table.add_row(kind, op, str(tally[kind, op, "fused"]), f"[yellow]{skipped}[/]" if skipped else "0")
     if sites:
+        console.out.print(table)
+    shown = [site for site in sites if every or site["status"] != "fused"]
+    if shown:
+        table = console.table("Every site" if every else "Skipped", ["kind", "status", "first node", "nodes", "reason"], ["nodes"])
+        for site in shown:
+            colour = "green" if site["status"] == "fused" else "yellow"
+            fault = f" (at {site['fault']})" if site.get("fault") else ""
+            table.add_row(site["kind"], f"[{colour}]{site['status']}[/]", escape(next(iter(site["nodes"]), "-")), str(len(site["nodes"])),
+                          escape((site["reason"] or "") + fault))
         console.out.print(table)
     fused = sum(site["status"] == "fused" for site in sites)
     console.out.print(f"{fused} of {len(sites)} sites fused", highlight=False)
@@ -216,7 +238,6 @@ def doctor(json_path: Path | None) -> None:
     from dataclasses import asdict
 
     from . import doctor as examination
-    from .files import replace_atomically
 
     with console.err.status("looking around"):
         findings = examination.diagnose(examination.collect())

