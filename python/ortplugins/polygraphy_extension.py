@@ -15,7 +15,8 @@ import os
 from polygraphy import util
 from polygraphy.backend.base import BaseLoader
 from polygraphy.logger import G_LOGGER
-from polygraphy.tools.args import BaseRunnerArgs, ModelArgs, OnnxLoadArgs, OnnxrtSessionArgs
+from polygraphy.tools.args import ModelArgs, OnnxLoadArgs, OnnxrtSessionArgs
+from polygraphy.tools.args.base import BaseRunnerArgs
 from polygraphy.tools.script import make_invocable
 
 

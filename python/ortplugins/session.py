@@ -9,7 +9,7 @@ import numpy as np
 import onnx
 
 from .errors import OrtPluginsError
-from .ops import DOMAIN
+from .ops import DOMAIN, OPS, OPSET_VERSION
 from .register import import_onnxruntime, register
 
 if TYPE_CHECKING:
@@ -40,6 +40,21 @@ def uses_plugins(model: onnx.ModelProto) -> bool:
     return any(opset.domain == DOMAIN for scope in (model, *model.functions) for opset in scope.opset_import)
 
 
+def check_domain(model: onnx.ModelProto) -> None:
+    """OrtPluginsError if the model names ops of the package in another domain, or a version that the library lacks."""
+    for scope, nodes in ((model, model.graph.node), *((f, f.node) for f in model.functions)):
+        versions = {opset.domain: opset.version for opset in scope.opset_import}
+        if versions.get(DOMAIN, OPSET_VERSION) > OPSET_VERSION:
+            raise OrtPluginsError(f"the model asks for version {versions[DOMAIN]} of domain {DOMAIN}; this library offers version {OPSET_VERSION}")
+        for node in nodes:
+            if node.op_type in _OP_TYPES and node.domain != DOMAIN:
+                raise OrtPluginsError(f"node {node.name!r}: {node.op_type} is looked up in domain {node.domain or 'ai.onnx'!r} "
+                                      f"version {versions.get(node.domain, 0)}; it is offered in domain {DOMAIN!r} version {OPSET_VERSION}")
+
+
+_OP_TYPES = frozenset(op.name for op in OPS)
+
+
 def session_options(threads: int | None = None) -> onnxruntime.SessionOptions:
     """Options for timing two sessions in alternation.
 
@@ -47,7 +62,7 @@ def session_options(threads: int | None = None) -> onnxruntime.SessionOptions:
     """
     ort = import_onnxruntime()
     options = ort.SessionOptions()
-    options.log_severity_level = 3
+    options.log_severity_level = 4  # errors come back as exceptions, and once is enough
     options.add_session_config_entry("session.force_spinning_stop", "1")
     if threads is not None:
         options.intra_op_num_threads = threads
@@ -80,13 +95,14 @@ def make_session(
 ) -> onnxruntime.InferenceSession:
     """A session of ``model`` on ``provider``, with the custom-op library registered if the model uses it.
 
-    Models above protobuf's limit of 2 GB must be given as a path. OrtPluginsError when ONNX Runtime refuses the model or
-    does not use the provider.
+    Models above protobuf's limit of 2 GB must be given as a path. OrtPluginsError when the model names our ops wrongly,
+    ONNX Runtime refuses it, or does not use the provider.
     """
     ort = import_onnxruntime()
     providers = provider_list(provider)
     options = options or session_options(threads)
     proto = load_model(model, load_external_data=False)
+    check_domain(proto)
     if library is not None or uses_plugins(proto):
         register(options, library=library)
     source = model.SerializeToString() if isinstance(model, onnx.ModelProto) else os.fspath(model)
@@ -95,7 +111,7 @@ def make_session(
     try:
         session = ort.InferenceSession(source, options, providers=providers)
     except Exception as error:
-        raise OrtPluginsError(f"ONNX Runtime {ort.__version__} refuses {describe(model)}: {_one_line(error)}") from error
+        raise OrtPluginsError(f"ONNX Runtime {ort.__version__} refuses {describe(model)}: {one_line(error)}") from error
     if PROVIDERS[provider] not in session.get_providers():
         raise OrtPluginsError(
             f"ONNX Runtime could not start {PROVIDERS[provider]} and fell back; `ortplugins doctor` says what is missing"
@@ -108,7 +124,8 @@ def describe(model: onnx.ModelProto | str | os.PathLike[str]) -> str:
     return f"the model {model.graph.name!r}" if isinstance(model, onnx.ModelProto) else os.fspath(model)
 
 
-def _one_line(error: Exception) -> str:
+def one_line(error: Exception) -> str:
+    """The message of an error without its line breaks."""
     return " ".join(str(error).split())
 
 
