@@ -14,6 +14,7 @@ from .rules import Match, Options, Rule
 from .rules.attention import AttentionRule
 from .rules.linear import LinearRule
 from .rules.softmax import SoftmaxRule
+from .sizes import Sizes
 from .tape import Names, Tape
 
 RULES: tuple[Rule, ...] = (AttentionRule(), LinearRule(), SoftmaxRule())
@@ -78,8 +79,9 @@ class Rewriter:
         return self.report
 
     def _run_on(self, root: ir.Graph | ir.Function, opsets: dict[str, int], label: str) -> None:
-        facts = Facts(opsets)
-        facts.learn(root)
+        facts = Facts(root)
+        facts.learn()
+        sizes = Sizes(root, facts, self._names)
         before = len(self.report.select(status="fused"))
         taken: set[ir.Node] = set()  # nodes of refused sites, by rule they were refused for
         order = {node: i for i, node in enumerate(n for g, _ in graphs_of(root, label) for n in g)}
@@ -91,7 +93,7 @@ class Rewriter:
                         continue  # removed with an earlier site
                     match = rule.pattern(node, facts)
                     if match is not None:
-                        sites.append((order.get(node, len(order)), self._apply(rule, match, facts, graph, path)))
+                        sites.append((order.get(node, len(order)), self._apply(rule, match, facts, sizes, graph, path)))
         del taken
         sites.sort(key=lambda s: s[0])
         self.report.sites += [s for _, s in sites]
@@ -100,7 +102,7 @@ class Rewriter:
             for graph, _ in graphs_of(root):
                 sort(graph)
 
-    def _apply(self, rule: Rule, match: Match, facts: Facts, graph: ir.Graph | ir.Function, path: str) -> Site:
+    def _apply(self, rule: Rule, match: Match, facts: Facts, sizes: Sizes, graph: ir.Graph | ir.Function, path: str) -> Site:
         names = [_name(n) for n in match.nodes]
 
         def skipped(reason: str, fault: object = None) -> Site:
@@ -115,14 +117,14 @@ class Rewriter:
             kept = next((n for n in (*match.nodes, *plan.nodes) if n.name and n.name in self._keep), None)
             if kept is not None:
                 return skipped("the node is kept on request", kept)
-            tape = Tape(facts, self._names, _name(match.centre))
+            tape = Tape(facts, self._names, _name(match.centre), sizes.vector)
             replacement = rule.rewrite(plan, tape, self._options)
         except Refused as refusal:
             if tape is not None:
                 for node in tape.nodes:
                     _detach(node)
             return skipped(refusal.reason, refusal.node)
-        self._splice(graph, match.centre, plan.nodes, tape, replacement.values, facts)
+        self._splice(graph, match.centre, plan.nodes, tape, replacement.values, facts, sizes)
         return Site(rule.kind, names, "fused", rule.op, None, None, path)
 
     def _splice(
@@ -133,6 +135,7 @@ class Rewriter:
         tape: Tape,
         values: Sequence[tuple[ir.Value, ir.Value]],
         facts: Facts,
+        sizes: Sizes,
     ) -> None:
         anchor = old_nodes[-1]
         for old, _ in values:
@@ -154,7 +157,7 @@ class Rewriter:
             facts.copy(old, new)
             old.replace_all_uses_with(new, replace_graph_outputs=True)
             new.name, old.name = old.name, new.name
-        sweep(old_nodes)
+        sweep(old_nodes, facts, sizes)
         for node in tape.nodes:
             if node.domain == DOMAIN and centre.graph is None and centre.name:
                 node.name = centre.name
@@ -170,13 +173,21 @@ def _detach(node: ir.Node) -> None:
         node.replace_input_with(i, None)
 
 
-def sweep(nodes: Iterable[ir.Node]) -> None:
-    """Removes those of the nodes that nothing uses any more, and what only fed them: nodes and initialisers."""
+def sweep(nodes: Iterable[ir.Node], facts: Facts, sizes: Sizes) -> None:
+    """Removes those of the nodes that nothing uses any more, and what only fed them: nodes and initialisers.
+
+    Nodes that only ask a dead value for its shape get the shape from elsewhere.
+    """
     pending = list(nodes)
     while pending:
         node = pending.pop()
-        if node.graph is None or any(o.uses() or o.is_graph_output() for o in node.outputs) or any(True for _ in subgraphs(node)):
+        if node.graph is None or any(True for _ in subgraphs(node)):
             continue
+        if any(o.is_graph_output() or facts.readers(o) for o in node.outputs):
+            continue
+        for reader in [n for o in node.outputs for n in o.consumers()]:
+            sizes.redirect(reader)
+            reader.graph.remove(reader, safe=True)
         inputs = [v for v in node.inputs if v is not None]
         node.graph.remove(node, safe=True)
         for value in inputs:

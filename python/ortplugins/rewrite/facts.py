@@ -123,8 +123,12 @@ def broadcast(*shapes: Shape | None) -> Shape | None:
 class Facts:
     """Types, shapes and small contents of the values of one graph or function, subgraphs included."""
 
-    def __init__(self, opsets: dict[str, int]) -> None:
+    def __init__(self, root: ir.Graph | ir.Function) -> None:
+        opsets = root.opset_imports
         self.opset = opsets.get("", opsets.get("ai.onnx", 1))
+        self._root = root
+        self.size_sources: dict[str, tuple[ir.Value, int]] = {}
+        """For each symbol that is a size of an input of the graph: the input, and the axis."""
         self._shapes: dict[ir.Value, Shape | None] = {}
         self._dtypes: dict[ir.Value, ir.DataType | None] = {}
         self._data: dict[ir.Value, np.ndarray | None] = {}
@@ -204,12 +208,14 @@ class Facts:
             return None
         return tuple(self._declared_dim(value, i, d) for i, d in enumerate(value.shape))
 
-    @staticmethod
-    def _declared_dim(value: ir.Value, axis: int, d: object) -> Size:
+    def _declared_dim(self, value: ir.Value, axis: int, d: object) -> Size:
         if isinstance(d, int):
             return d
         name = d.value
-        return Dim.symbol(str(name)) if name is not None else Dim.symbol(f"{value.name}[{axis}]")
+        # A body's input may be another size each time round, whatever it is called.
+        if name is None or (value.is_graph_input() and value.graph is not self._root):
+            return Dim.symbol(f"{value.name}[{axis}]")
+        return Dim.symbol(str(name))
 
     def _constant_data(self, value: ir.Value) -> np.ndarray | None:
         tensor = tensor_of(value)
@@ -222,20 +228,51 @@ class Facts:
             return out
         return array.astype(object)
 
-    def learn(self, graph: ir.Graph | ir.Function) -> None:
-        """Infers everything about a sorted graph and the graphs inside it, in one pass."""
+    def learn(self) -> None:
+        """Infers everything about the sorted graph and the graphs inside it, in one pass."""
+        for value in self._root.inputs:
+            for axis, d in enumerate(self.shape(value) or ()):
+                if isinstance(d, Dim):
+                    self.size_sources.setdefault(str(d), (value, axis))
+        self._learn(self._root)
+
+    def _learn(self, graph: ir.Graph | ir.Function) -> None:
         for node in graph:
             self.infer(node)
+
+    # -- uses
+
+    def is_size_read(self, node: ir.Node) -> bool:
+        """The node asks for a shape that can be computed from the inputs of the graph."""
+        if op_of(node) != "Shape":
+            return False
+        data = self._data.get(node.outputs[0])
+        return data is not None and not node.outputs[0].is_graph_output() and all(self.is_derivable(d) for d in data)
+
+    def is_derivable(self, size: Size) -> bool:
+        """The size is a formula over the sizes of the graph's inputs."""
+        return not isinstance(size, Dim) or all(s in self.size_sources for m, _ in size.terms for s in m)
+
+    def readers(self, value: ir.Value) -> list[ir.Node]:
+        """The nodes that need the elements of a value, in order, each once."""
+        return [n for n in dict.fromkeys(u.node for u in value.uses()) if not self.is_size_read(n)]
+
+    def only_reader(self, value: ir.Value) -> ir.Node | None:
+        """The node that is the only one to need a value's elements, once; None if the value leaves the graph."""
+        if value.is_graph_output():
+            return None
+        uses = [u for u in value.uses() if not self.is_size_read(u.node)]
+        return uses[0].node if len(uses) == 1 else None
 
     def infer(self, node: ir.Node) -> None:
         for a in node.attributes.values():
             if a.is_ref():
                 continue
             if a.type == ir.AttributeType.GRAPH:
-                self.learn(a.value)
+                self._learn(a.value)
             elif a.type == ir.AttributeType.GRAPHS:
                 for g in a.value:
-                    self.learn(g)
+                    self._learn(g)
         handler = _HANDLERS.get(op_of(node))
         shapes: Sequence[Shape | None] = ()
         dtypes: Sequence[ir.DataType | None] = ()
@@ -400,6 +437,12 @@ def _divide(a: object, b: object) -> object:
     return a / b
 
 
+def _modulo(a: object, b: object) -> object:
+    """Mod of non-negative integers, where its two definitions agree."""
+    whole = isinstance(a, int) and isinstance(b, int) and a >= 0 and b > 0
+    return a % b if whole else None
+
+
 def _smaller(a: object, b: object) -> object:
     return _minimum(a, b) if isinstance(a, Dim) or isinstance(b, Dim) else min(a, b)
 
@@ -420,7 +463,7 @@ def _elementwise(facts: Facts, node: ir.Node) -> _Result:
     data = None
     if len(inputs) == 2:
         a, b = facts.data(inputs[0]), facts.data(inputs[1])
-        function = {**_BINARY, "Div": _divide, "Min": _smaller, "Max": _larger, "And": lambda x, y: bool(x and y),
+        function = {**_BINARY, "Div": _divide, "Min": _smaller, "Max": _larger, "Mod": _modulo, "And": lambda x, y: bool(x and y),
                     "Or": lambda x, y: bool(x or y)}.get(op)
         if a is not None and b is not None and function is not None:
             with np.errstate(all="ignore"):
@@ -891,6 +934,8 @@ def _spatial(facts: Facts, node: ir.Node) -> _Result:
     if shape is None:
         return _one(None, facts.dtype(x))
     op = op_of(node)
+    if op == "Resize":
+        return _one(_resized(facts, node, shape), facts.dtype(x))
     channels = shape[1]
     if op == "Conv":
         weight = facts.shape(node.inputs[1])
@@ -903,10 +948,28 @@ def _spatial(facts: Facts, node: ir.Node) -> _Result:
                 (shape[2 + i] + pads[i] + pads[i + rank] - dilations[i] * (weight[2 + i] - 1) - 1) // strides[i] + 1 for i in range(rank)
             )
             return _one((shape[0], channels, *spatial), facts.dtype(x))
-    elif op in ("ConvTranspose", "Resize"):
+    elif op == "ConvTranspose":
         channels = _unknown(node, 1)
     spatial = tuple(1 if op == "GlobalAveragePool" else _unknown(node, i) for i in range(2, len(shape)))
     return _one((shape[0], channels, *spatial), facts.dtype(x))
+
+
+def _resized(facts: Facts, node: ir.Node, shape: Shape) -> Shape:
+    sizes = facts.ints(_input(node, 3))
+    if sizes is not None and len(sizes) == len(shape) and "axes" not in node.attributes and attr(node, "keep_aspect_ratio_policy", "stretch") == "stretch":
+        return tuple(sizes)
+    scales = facts.data(_input(node, 2))
+    if scales is not None and scales.size == len(shape) and "axes" not in node.attributes:
+        return tuple(
+            d if s == 1 else int(math.floor(d * float(s))) if isinstance(d, int) else _unknown(node, i)
+            for i, (d, s) in enumerate(zip(shape, scales.reshape(-1)))
+        )
+    return tuple(_unknown(node, i) for i in range(len(shape)))
+
+
+def at_most(a: Size, b: Size) -> bool:
+    """Whether a is known not to exceed b."""
+    return a == b or _minimum_of(a, b) or (isinstance(a, int) and isinstance(b, int) and a <= b)
 
 
 @_handles("Attention")

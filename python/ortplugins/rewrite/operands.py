@@ -31,12 +31,6 @@ class Level:
     kept_cost: int = 0
 
 
-def only_use(value: ir.Value) -> ir.Node | None:
-    """The node that is the only user of a value; None if there are more uses or the value leaves the graph."""
-    uses = value.uses()
-    return uses[0].node if len(uses) == 1 and not value.is_graph_output() else None
-
-
 def scalar_operand(facts: Facts, node: ir.Node, value: ir.Value) -> float | None:
     """For a Mul or Div (numerator) of `value` by one known number: the factor. The shape must stay that of `value`."""
     op = op_of(node)
@@ -141,7 +135,7 @@ def upstream(facts: Facts, value: ir.Value, arrangement: Arrangement) -> list[Le
         if step is None:
             break
         x, before, factor = step
-        if only_use(last.value) is None:
+        if facts.only_reader(last.value) is None:
             shared = True
         alive.append(shared)
         levels.append(Level(x, before, last.scale * factor, (*last.nodes, node)))
@@ -160,7 +154,7 @@ def downstream(facts: Facts, value: ir.Value, arrangement: Arrangement) -> Itera
     nodes: tuple[ir.Node, ...] = ()
     while True:
         yield Level(value, arrangement, nodes=nodes)
-        node = only_use(value)
+        node = facts.only_reader(value)
         if node is None or not node.inputs or node.inputs[0] is not value:
             return
         step = step_forward(facts, node, arrangement)
@@ -188,4 +182,4 @@ def step_forward(facts: Facts, node: ir.Node, arrangement: Arrangement) -> Arran
     return None
 
 
-__all__ = ["Arrangement", "Factor", "Level", "downstream", "is_no_op", "only_use", "scalar_operand", "step_back", "step_forward", "upstream"]
+__all__ = ["Arrangement", "Factor", "Level", "downstream", "is_no_op", "scalar_operand", "step_back", "step_forward", "upstream"]

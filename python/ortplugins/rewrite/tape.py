@@ -8,7 +8,7 @@ import numpy as np
 import onnx_ir as ir
 
 from ..ops import DOMAIN, OPSET_VERSION, find
-from .facts import Facts, tensor_of
+from .facts import Facts, Shape, tensor_of
 from .layout import Arrangement, Factor, flat, parts_between, resolve, same, sizes
 from .report import Refused
 from .symbolic import Dim, Size
@@ -30,9 +30,13 @@ class Names:
 
 
 class Tape:
-    """Records the nodes that replace a site. `base` is the name that new nodes and values are derived from."""
+    """Records the nodes that replace a site. `base` is the name that new nodes and values are derived from.
 
-    def __init__(self, facts: Facts, names: Names, base: str) -> None:
+    `vector` gives sizes that are formulas over those of the graph's inputs as a value.
+    """
+
+    def __init__(self, facts: Facts, names: Names, base: str, vector: Callable[[Shape], ir.Value] | None = None) -> None:
+        self._vector = vector
         self.facts = facts
         self.nodes: list[ir.Node] = []
         self.initializers: list[ir.Value] = []
@@ -123,6 +127,8 @@ class Tape:
         unknown = [i for i, e in enumerate(entries) if e is None]
         if len(unknown) <= 1 and 0 not in [s for s in sizes(target) if isinstance(s, int)]:
             shape = self.ints([-1 if e is None else e for e in entries])
+        elif self._vector is not None and all(map(self.facts.is_derivable, sizes(target))):
+            shape = self._vector(sizes(target))
         else:
             shape = self._runtime_shape(value, source, target, entries)
         return self.op("Reshape", [value, shape])
@@ -146,6 +152,14 @@ class Tape:
             else:
                 raise Refused(f"the size {sizes([axis])[0]} of an axis is not known before the graph runs", value.producer())
         return self.op("Concat", pieces, {"axis": 0})
+
+    def expand(self, value: ir.Value, repeats: Shape) -> ir.Value:
+        """Expand by sizes, 1 where the value keeps its own. Raises `Refused` when one is not known."""
+        if all(isinstance(r, int) for r in repeats):
+            return self.op("Expand", [value, self.ints([int(r) for r in repeats])])
+        if self._vector is None or not all(map(self.facts.is_derivable, repeats)):
+            raise Refused(f"a size of ({', '.join(map(str, repeats))}) is not known before the graph runs", value.producer())
+        return self.op("Expand", [value, self._vector(repeats)])
 
     def arrange(self, value: ir.Value, source: Arrangement, target: Arrangement) -> ir.Value:
         """The value with its axes as in `target`, by as few Reshape and Transpose nodes as it takes."""

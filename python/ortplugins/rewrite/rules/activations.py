@@ -102,7 +102,7 @@ def find(facts: Facts, value: ir.Value) -> Activation | None:
                 return None
             ready = None
             for v in live:
-                for node in v.consumers():
+                for node in facts.readers(v):
                     if node in inside:
                         continue
                     if node.graph is not value.graph:
@@ -130,7 +130,7 @@ def find(facts: Facts, value: ir.Value) -> Activation | None:
             out = ready.outputs[0]
             known[out] = result
             live.add(out)
-            live = {v for v in live if v is out or any(n not in inside for n in v.consumers()) or v.is_graph_output()}
+            live = {v for v in live if v is out or any(n not in inside for n in facts.readers(v)) or v.is_graph_output()}
             if live == {out}:
                 for name, function in ACTIVATIONS.items():
                     if _agree(result, function(_POINTS)):

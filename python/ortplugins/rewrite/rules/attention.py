@@ -14,9 +14,9 @@ from dataclasses import dataclass, field, replace
 
 import onnx_ir as ir
 
-from ..facts import REFERENCE, Facts, attr, op_of, tensor_of
-from ..layout import Arrangement, Factor, flat, resolve, same
-from ..operands import Level, downstream, is_no_op, only_use, scalar_operand, step_forward, upstream
+from ..facts import REFERENCE, Facts, at_most, attr, op_of, tensor_of
+from ..layout import Arrangement, Factor, flat, resolve, same, sizes
+from ..operands import Level, downstream, is_no_op, scalar_operand, step_forward, upstream
 from ..report import Refused
 from ..symbolic import Size
 from ..tape import Tape, flat_solid
@@ -250,11 +250,11 @@ def _decomposed(facts: Facts, path: Sequence[tuple[ir.Node, int]], softmax: ir.N
     value = qk.outputs[0]
     nodes: list[ir.Node] = [qk]
     for node, index in reversed(path[:-1]):
-        _require_private(value, [node])
+        _require_private(facts, value, [node])
         steps.apply(node, node.inputs[index])
         nodes.append(node)
         value = node.outputs[0]
-    _require_private(value, [softmax])
+    _require_private(facts, value, [softmax])
     nodes.append(softmax)
     axis = attr(softmax, "axis", -1 if facts.opset >= 13 else 1)
     rank = len(steps.arrangement)
@@ -269,11 +269,15 @@ def _decomposed(facts: Facts, path: Sequence[tuple[ir.Node, int]], softmax: ir.N
         raise Refused("Softmax does not run along one axis of the product", softmax)
     sk = normalised[0]
     steps.finish(softmax)
+    for node, shape, axis in steps.unproven:
+        # Along the keys the second product, which has as many values as there are keys, shows that nothing grew.
+        if flat_solid(resolve([axis])) != [sk]:
+            raise Refused(f"the mask {_text(shape)} is not known to broadcast to the scores {_text(sizes(arrangement))}", node)
 
     # From Softmax to the second product.
     value, arrangement, more = _probabilities(facts, softmax, arrangement)
     nodes += more
-    pv = only_use(value)
+    pv = facts.only_reader(value)
     if pv is None:
         raise Refused("the probabilities are used by other nodes than the second product", softmax)
     if not _is_product(pv):
@@ -368,10 +372,10 @@ def _count(axis: Sequence[Factor]) -> Size:
     return _size(axis)
 
 
-def _require_private(value: ir.Value, allowed: Sequence[ir.Node]) -> None:
+def _require_private(facts: Facts, value: ir.Value, allowed: Sequence[ir.Node]) -> None:
     if value.is_graph_output():
         raise Refused(f"{value.name} is an output of the graph", value.producer())
-    for node in value.consumers():
+    for node in facts.readers(value):
         if node not in allowed:
             raise Refused(f"{value.name} is also used by {node.name or op_of(node)}", node)
 
@@ -386,6 +390,7 @@ class _Steps:
         self.softcap = 0.0
         self.terms: list[Term] = []
         self.q_factors: list[Term] = []
+        self.unproven: list[tuple[ir.Node, Sequence[Size], list[Factor]]] = []  # broadcasts that may enlarge an axis
         self._capped: ir.Node | None = None  # a Tanh whose factor has not come yet
 
     def apply(self, node: ir.Node, value: ir.Value) -> None:
@@ -422,10 +427,14 @@ class _Steps:
             term.arrangement = resolve(term.arrangement)
 
     def _require_same_shape(self, node: ir.Node, value: ir.Value) -> None:
-        if self.facts.shape(node.outputs[0]) != self.facts.shape(value):
-            raise Refused(
-                f"the mask {_text(self.facts.shape(_other(node, value)))} is not known to broadcast to the scores "
-                f"{_text(self.facts.shape(value))}", node)
+        """The other operand must not make the scores larger."""
+        shape = self.facts.shape(_other(node, value))
+        arrangement = resolve(self.arrangement)
+        if shape is None or len(shape) > len(arrangement):
+            raise Refused(f"the mask {_text(shape)} is not known to broadcast to the scores {_text(sizes(arrangement))}", node)
+        for size, axis in zip(shape, arrangement[len(arrangement) - len(shape):]):
+            if size != 1 and not at_most(size, _size(axis)):
+                self.unproven.append((node, shape, axis))
 
     def _multiply(self, node: ir.Node, value: ir.Value) -> None:
         factor = scalar_operand(self.facts, node, value)
@@ -483,7 +492,7 @@ def _probabilities(facts: Facts, softmax: ir.Node, arrangement: Arrangement) -> 
     while True:
         if value.is_graph_output():
             raise Refused("the probabilities are an output of the graph", value.producer())
-        users = list(dict.fromkeys(value.consumers()))
+        users = facts.readers(value)
         guard = _nan_guard(facts, value, users)
         if guard is not None:
             nodes += guard
@@ -515,7 +524,7 @@ def _nan_guard(facts: Facts, value: ir.Value, users: Sequence[ir.Node]) -> list[
         return None
     test, choice = tests[0], choices[0]
     condition = test.outputs[0]
-    if choice.inputs[0] is not condition or only_use(condition) is not choice or choice.inputs[2] is not value:
+    if choice.inputs[0] is not condition or facts.only_reader(condition) is not choice or choice.inputs[2] is not value:
         return None
     if facts.scalar(choice.inputs[1]) != 0.0:
         return None
@@ -723,8 +732,8 @@ def _check_term(facts: Facts, problem: Problem, term: Term) -> None:
     if len(shape) > len(term.arrangement):
         raise Refused(f"the mask {_text(shape)} has more axes than the scores", term.node)
     for size, axis in zip(shape, term.arrangement[len(term.arrangement) - len(shape):]):
-        if size != 1 and size != _size(axis):
-            raise Refused(f"the mask {_text(shape)} is not known to broadcast to the scores", term.node)
+        if isinstance(size, int) and size != 1 and isinstance(_size(axis), int) and size != _size(axis):
+            raise Refused(f"the mask {_text(shape)} does not broadcast to the scores {_text(sizes(term.arrangement))}", term.node)
     dtype = facts.dtype(term.value)
     if term.fill is None and dtype != problem.dtype and _as_choice(facts, term) is None:
         name = "unknown" if dtype is None else dtype.name
@@ -808,15 +817,7 @@ def _to_canonical(problem: Problem, tape: Tape, term: Term) -> ir.Value:
         split: Arrangement = [[f] if id(f) in present else [] for f in flat(wanted)]
         value = tape.arrange(value, have, split)
         full: Arrangement = [[f] for f in flat(wanted)]
-        repeats = []
-        for f in flat(wanted):
-            if id(f) in present:
-                repeats.append(1)
-            elif isinstance(f.size, int):
-                repeats.append(f.size)
-            else:
-                raise Refused(f"the mask must be repeated {f.size} times, which is not known before the graph runs", term.node)
-        value = tape.op("Expand", [value, tape.ints(repeats)])
+        value = tape.expand(value, tuple(1 if id(f) in present else f.size for f in flat(wanted)))
         return tape.arrange(value, full, wanted)
     return tape.arrange(value, have, wanted)
 

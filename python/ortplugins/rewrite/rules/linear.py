@@ -8,7 +8,7 @@ import numpy as np
 import onnx_ir as ir
 
 from ..facts import Facts, attr, op_of, tensor_of
-from ..operands import is_no_op, only_use, scalar_operand
+from ..operands import is_no_op, scalar_operand
 from ..report import Refused
 from ..symbolic import product
 from ..tape import Tape
@@ -82,7 +82,7 @@ class LinearRule:
 
     def _drop_reshapes(self, plan: Plan, facts: Facts) -> None:
         """Gemm takes matrices only, so exporters reshape around it; the operator takes the batch as it is."""
-        before, after = plan.a.producer(), only_use(plan.y)
+        before, after = plan.a.producer(), facts.only_reader(plan.y)
         if plan.trans_a or op_of(before) not in ("Reshape", "Flatten") or op_of(after) != "Reshape" or after.inputs[0] is not plan.y:
             return
         x = before.inputs[0]
@@ -98,13 +98,13 @@ class LinearRule:
             return
         plan.a, plan.y = x, after.outputs[0]
         plan.nodes.append(after)
-        if only_use(before.outputs[0]) is plan.nodes[0]:
+        if facts.only_reader(before.outputs[0]) is plan.nodes[0]:
             plan.nodes.insert(0, before)
 
     def _extend(self, plan: Plan, facts: Facts) -> None:
         """Takes in what follows, in the order in which the operator computes: factor, bias, residual, activation."""
         while True:
-            node = only_use(plan.y)
+            node = facts.only_reader(plan.y)
             shape = facts.shape(plan.y)
             if plan.activation == "none" and shape is not None and facts.dtype(plan.b) in _TYPES:
                 found = activations.find(facts, plan.y)

@@ -13,7 +13,7 @@ import numpy as np
 import onnx_ir as ir
 
 from ..facts import REFERENCE, Facts, attr, broadcast, op_of
-from ..operands import only_use, scalar_operand
+from ..operands import scalar_operand
 from ..report import Refused
 from ..tape import Tape
 from . import Match, Options, Replacement
@@ -69,7 +69,7 @@ class SoftmaxRule:
         if not flatten:
             self._absorb_before(plan, facts)
         if not plan.log:
-            guard = _nan_guard(facts, y, list(dict.fromkeys(y.consumers()))) if not y.is_graph_output() else None
+            guard = _nan_guard(facts, y, facts.readers(y)) if not y.is_graph_output() else None
             if guard is not None:
                 plan.nodes += guard
                 plan.y = guard[-1].outputs[0]
@@ -79,7 +79,7 @@ class SoftmaxRule:
         """Takes in one mask and then one scale, where they are computed for this node alone."""
         node = plan.x.producer()
         shape = facts.shape(plan.x)
-        if node is None or shape is None or only_use(plan.x) is not plan.nodes[0]:
+        if node is None or shape is None or facts.only_reader(plan.x) is not plan.nodes[0]:
             return
         if op_of(node) == "Add" and node.inputs[0] is not node.inputs[1]:
             for x, mask in (node.inputs, reversed(node.inputs)):
@@ -101,7 +101,7 @@ class SoftmaxRule:
                     plan.mask, plan.negate = condition, negate
                     break
         scaled = plan.x.producer()
-        if scaled is not None and only_use(plan.x) is plan.nodes[0] and op_of(scaled) in ("Mul", "Div"):
+        if scaled is not None and facts.only_reader(plan.x) is plan.nodes[0] and op_of(scaled) in ("Mul", "Div"):
             for x in scaled.inputs:
                 factor = scalar_operand(facts, scaled, x)
                 if factor is not None:
