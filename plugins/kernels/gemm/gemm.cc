@@ -117,6 +117,38 @@ constexpr Variant<GemmParams> kGemmVariants[] = {
 
 using Functions = OpFunctions<GemmParams, gemm_spec::kSpec, bind, kGemmVariants>;
 
+// A constant b: only its own shape and the attributes are known.
+struct ConstantB {
+  const TensorRef* tensor;
+  bool trans;
+  int64_t batch, k, n;
+};
+
+ConstantB constant_b(const OpArgs& args) {
+  const TensorRef& b = args.inputs[gemm_spec::input::kB];
+  const bool trans = args.attrs[gemm_spec::attr::kTransB].i != 0;
+  return {&b, trans, b.shape.product(0, b.shape.rank - 2), b.shape[trans ? -1 : -2], b.shape[trans ? -2 : -1]};
+}
+
+int64_t prepack_bytes(const OpArgs& args, int input, const DeviceInfo& device) {
+  if (input != gemm_spec::input::kB || device.kind != DeviceKind::kCpu || args.inputs[input].shape.rank < 2) return 0;
+  const ConstantB b = constant_b(args);
+  switch (device.isa) {
+    case CpuIsa::kAvx512: return packed_gemm_b_bytes_cpu_avx512(b.batch, b.k, b.n);
+    case CpuIsa::kAvx2: return packed_gemm_b_bytes_cpu_avx2(b.batch, b.k, b.n);
+    case CpuIsa::kGeneric: return packed_gemm_b_bytes_cpu_generic(b.batch, b.k, b.n);
+  }
+  return 0;
+}
+
+void prepack(const OpArgs& args, int, const DeviceInfo& device, void* packed) {
+  const ConstantB b = constant_b(args);
+  const auto pack = device.isa == CpuIsa::kAvx512 ? pack_gemm_b_cpu_avx512
+                    : device.isa == CpuIsa::kAvx2 ? pack_gemm_b_cpu_avx2
+                                                  : pack_gemm_b_cpu_generic;
+  pack(b.tensor->data, b.tensor->dtype, b.trans, b.batch, b.k, b.n, packed);
+}
+
 }  // namespace
 
 Status gemm(const GemmParams& params, const ExecContext& context, int variant_id) {
@@ -128,6 +160,8 @@ Status gemm(const GemmParams& params, const ExecContext& context, int variant_id
 const Op& gemm_op() {
   static constexpr Op op = [] {
     Op o = Functions::make();
+    o.prepack_bytes = prepack_bytes;
+    o.prepack = prepack;
     return o;
   }();
   return op;
