@@ -22,7 +22,7 @@ fi
 if [ -f "$KIT/ort_gpu.tar.xz" ] && [ ! -d /tmp/ortplugins-kit ]; then
   mkdir -p /tmp/ortplugins-kit && tar xJf "$KIT/ort_gpu.tar.xz" -C /tmp/ortplugins-kit || exit 1
 fi
-export PYTHONPATH="$BUILD/python:/tmp/ortplugins-kit:$site${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
+export ORTPLUGINS_BUILD="$BUILD" PYTHONPATH="$BUILD/python:/tmp/ortplugins-kit:$site${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
 
 sm=$(nvidia-smi --query-gpu=compute_cap --format=csv,noheader | head -1 | tr -d .)
 status=0
@@ -38,7 +38,7 @@ stage() { # NAME COMMAND...
 }
 
 configure_and_build() {
-  local options=(-G Ninja -DORTPLUGINS_CUDA=ON "-DORTPLUGINS_CUDA_ARCHITECTURES=$sm-real" "-DPython_EXECUTABLE=$(command -v "$PYTHON")"
+  local options=(-G Ninja -DORTPLUGINS_CUDA=ON -DORTPLUGINS_TESTS=ON "-DORTPLUGINS_CUDA_ARCHITECTURES=$sm-real" "-DPython_EXECUTABLE=$(command -v "$PYTHON")"
     "-Dpybind11_DIR=$("$PYTHON" -m pybind11 --cmakedir)")
   [ "$sm" = 90 ] || options+=(-DORTPLUGINS_SM90A=OFF)
   [ -d "$KIT/ort-headers" ] && options+=("-DONNXRUNTIME_INCLUDE_DIR=$KIT/ort-headers")

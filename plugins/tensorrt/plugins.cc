@@ -261,6 +261,8 @@ class Plugin final : public IPluginV3, public IPluginV3OneCore, public IPluginV3
   Status check_types(const DType* types, size_t count) const;
   // Fills in what the descriptions say; pointers stay null. The outputs get the shapes that the specification gives.
   Status translate(const PluginTensorDesc* inputs, int32_t nb_inputs, Arguments* arguments) const;
+  // The same, and whether the op can be run on such tensors.
+  Status check_shapes(const PluginTensorDesc* inputs, int32_t nb_inputs, Arguments* arguments) const;
   // Calls `visit` for shapes from the smallest to the largest of a profile, the best-tuned one included.
   template <class Visit>
   void for_each_shape(const DynamicPluginTensorDesc* inputs, int32_t nb_inputs, const Visit& visit) const;
@@ -583,6 +585,12 @@ Status Plugin::translate(const PluginTensorDesc* inputs, int32_t nb_inputs, Argu
   return {};
 }
 
+Status Plugin::check_shapes(const PluginTensorDesc* inputs, int32_t nb_inputs, Arguments* arguments) const {
+  ORTPLUGINS_RETURN_IF_ERROR(translate(inputs, nb_inputs, arguments));
+  int variant_id = 0;  // where there is no GPU, the processor's variants stand in: it is the op that looks at the arguments
+  return op_.choose(arguments->bind(attrs_.data()), device_ == nullptr ? cpu_device() : *device_, &variant_id);
+}
+
 // --- Building: profiles, workspace, tactics -----------------------------------------------------------------------------
 
 template <class Visit>
@@ -602,7 +610,7 @@ void Plugin::for_each_shape(const DynamicPluginTensorDesc* inputs, int32_t nb_in
     }
     Arguments arguments;
     // Sizes that add up, such as a mask's, may be off by one between the ends; such a step says nothing.
-    const Status status = translate(descs.data(), nb_inputs, &arguments);
+    const Status status = check_shapes(descs.data(), nb_inputs, &arguments);
     if (status.ok() || step == 0 || step >= kSteps) visit(status, arguments);
   }
 }
@@ -702,10 +710,10 @@ int32_t Plugin::setTactic(int32_t tactic) noexcept {
 int32_t Plugin::onShapeChange(const PluginTensorDesc* inputs, int32_t nb_inputs, const PluginTensorDesc* /*outputs*/, int32_t nb_outputs) noexcept {
   try {
     if (const Status status = check_count(nb_inputs, nb_outputs); !status.ok()) return fail(status);
-    Arguments arguments;
-    if (const Status status = translate(inputs, nb_inputs, &arguments); !status.ok()) return fail(status);
     if (device_ == nullptr) device_ = current_device();
     input_count_ = nb_inputs;
+    Arguments arguments;
+    if (const Status status = check_shapes(inputs, nb_inputs, &arguments); !status.ok()) return fail(status);
     if (device_ == nullptr) return 0;  // `enqueue` says so, should it come to that
     int variant_id = 0;
     const Status status = pick_variant(arguments.bind(attrs_.data()), *device_, workspace_limit(arguments), &variant_id);

@@ -81,6 +81,8 @@ class Tape:
             inputs = inputs[:-1]
         kept["plugin_version"] = str(OPSET_VERSION)
         kept["plugin_namespace"] = DOMAIN
+        if outputs > sum(not o.optional for o in spec.outputs):
+            kept["plugin_outputs"] = outputs  # a TensorRT plugin cannot see how many outputs its node has
         self.op(op_type, inputs, kept, domain=DOMAIN, outputs=outputs)
         return self.nodes[-1]
 
