@@ -83,7 +83,6 @@ class Rewriter:
         facts.learn()
         sizes = Sizes(root, facts, self._names)
         before = len(self.report.select(status="fused"))
-        taken: set[ir.Node] = set()  # nodes of refused sites, by rule they were refused for
         order = {node: i for i, node in enumerate(n for g, _ in graphs_of(root, label) for n in g)}
         sites: list[tuple[int, Site]] = []
         for rule in self._rules:
@@ -94,7 +93,9 @@ class Rewriter:
                     match = rule.pattern(node, facts)
                     if match is not None:
                         sites.append((order.get(node, len(order)), self._apply(rule, match, facts, sizes, graph, path)))
-        del taken
+        made = list(sizes.nodes)
+        sizes.nodes.clear()
+        sweep(made, facts, sizes)
         sites.sort(key=lambda s: s[0])
         self.report.sites += [s for _, s in sites]
         if len(self.report.select(status="fused")) > before:
@@ -181,7 +182,7 @@ def sweep(nodes: Iterable[ir.Node], facts: Facts, sizes: Sizes) -> None:
     pending = list(nodes)
     while pending:
         node = pending.pop()
-        if node.graph is None or any(True for _ in subgraphs(node)):
+        if node.graph is None or node in sizes.nodes or any(True for _ in subgraphs(node)):
             continue
         if any(o.is_graph_output() or facts.readers(o) for o in node.outputs):
             continue

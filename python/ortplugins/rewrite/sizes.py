@@ -22,6 +22,8 @@ class Sizes:
         self._facts = facts
         self._tape = Tape(facts, names, "sizes")
         self._last: ir.Node | None = None
+        self.nodes: dict[ir.Node, None] = {}
+        """What was made here. It stays until the end of the run, for the next site that asks."""
         self._shapes: dict[Shape, ir.Value] = {}
         self._vectors: dict[object, ir.Value] = {}
 
@@ -48,6 +50,7 @@ class Sizes:
         else:
             self._graph.insert_after(self._last, self._tape.nodes)
         self._last = self._tape.nodes[-1]
+        self.nodes.update(dict.fromkeys(self._tape.nodes))
         self._tape.nodes = []
 
     def _vector(self, shape: Shape) -> ir.Value:
