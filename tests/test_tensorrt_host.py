@@ -22,8 +22,8 @@ Size = int | str
 
 @dataclass(frozen=True)
 class Case:
-    """A node. ``inputs`` are (dtype or T, sizes) or None; ``profile`` gives the smallest, best-tuned and largest value of
-    each named size, and ``runs`` the values to run with."""
+    """A node. ``inputs`` are (dtype or T, sizes) or None; ``profile`` gives the smallest, best-tuned and largest value
+    of each named size, and ``runs`` the values to run with."""
 
     name: str
     op: str
@@ -42,7 +42,9 @@ class Case:
 
     def profile_inputs(self, dtype: str) -> list[tuple[str, list[int], list[int], list[int]] | None]:
         return [
-            None if i is None else (dtype if i[0] == "T" else i[0], *(list(self.shape(i[1], self.at(p))) for p in range(3)))
+            None
+            if i is None
+            else (dtype if i[0] == "T" else i[0], *(list(self.shape(i[1], self.at(p))) for p in range(3)))
             for i in self.inputs
         ]
 
@@ -61,7 +63,10 @@ class Case:
         return arrays
 
     def expected(self, arrays: list[np.ndarray | None]) -> list[np.ndarray]:
-        doubles = [a.astype(np.float64) if a is not None and a.dtype not in (np.dtype(bool), np.dtype(np.int64)) else a for a in arrays]
+        doubles = [
+            a.astype(np.float64) if a is not None and a.dtype not in (np.dtype(bool), np.dtype(np.int64)) else a
+            for a in arrays
+        ]
         if self.op == "FusedAttention":
             result = attention_reference(arrays, self.attrs)
             return [result.y, result.present_k, result.present_v][: self.outputs]
@@ -71,36 +76,134 @@ class Case:
 _BS = {"B": (1, 2, 4), "S": (1, 64, 300)}
 _BS_RUNS = ({"B": 1, "S": 1}, {"B": 2, "S": 64}, {"B": 3, "S": 131}, {"B": 4, "S": 300})
 _PAST = {"B": (1, 2, 3), "Q": (1, 1, 9), "S": (1, 5, 40), "P": (1, 64, 513)}
-_PAST_RUNS = ({"B": 1, "Q": 1, "S": 1, "P": 1}, {"B": 2, "Q": 1, "S": 5, "P": 64}, {"B": 3, "Q": 9, "S": 40, "P": 513}, {"B": 1, "Q": 4, "S": 4, "P": 400})
+_PAST_RUNS = (
+    {"B": 1, "Q": 1, "S": 1, "P": 1},
+    {"B": 2, "Q": 1, "S": 5, "P": 64},
+    {"B": 3, "Q": 9, "S": 40, "P": 513},
+    {"B": 1, "Q": 4, "S": 4, "P": 400},
+)
 
 CASES = (
     Case("softmax", "FusedSoftmax", (("T", ("B", 3, "S")),), _BS, _BS_RUNS),
-    Case("softmax_bool_mask", "FusedSoftmax", (("T", ("B", 3, "S")), ("bool", ("B", 1, "S"))), _BS, _BS_RUNS, {"scale": 0.5}),
+    Case(
+        "softmax_bool_mask",
+        "FusedSoftmax",
+        (("T", ("B", 3, "S")), ("bool", ("B", 1, "S"))),
+        _BS,
+        _BS_RUNS,
+        {"scale": 0.5},
+    ),
     Case("softmax_added_mask", "FusedSoftmax", (("T", ("B", 3, "S")), ("T", (3, "S"))), _BS, _BS_RUNS, {"log": 1}),
     Case("softmax_axis", "FusedSoftmax", (("T", ("B", "S", 5)),), _BS, _BS_RUNS, {"axis": 1}),
     Case("softmax_static", "FusedSoftmax", (("T", (2, 7)),), {}, ({},), {"axis": 0}),
     Case("gemm", "FusedGemm", (("T", ("B", "S", 32)), ("T", (32, 48))), _BS, _BS_RUNS, {"alpha": 0.5}),
-    Case("gemm_all", "FusedGemm", (("T", ("B", "S", 33)), ("T", (48, 33)), ("T", (48,)), ("T", ("B", "S", 48))), _BS, _BS_RUNS,
-         {"transB": 1, "activation": "gelu", "beta": 2.0}),
-    Case("gemm_no_bias", "FusedGemm", (("T", ("B", "S", 16)), ("T", (16, 40)), None, ("T", ("B", "S", 40))), _BS, _BS_RUNS, {"activation": "relu"}),
-    Case("gemm_scalar_bias", "FusedGemm", (("T", ("S", 16)), ("T", (16, 8)), ("T", ())), {"S": (1, 64, 300)}, ({"S": 1}, {"S": 77})),
-    Case("gemm_batches", "FusedGemm", (("T", ("B", 1, 24, "S")), ("T", ("B", 2, 24, 17))), _BS, _BS_RUNS, {"transA": 1}),
-    Case("gemm_batch_of_one", "FusedGemm", (("T", ("A", 5, 8)), ("T", ("B", 8, 7))), {"A": (1, 1, 4), "B": (1, 4, 4)},
-         ({"A": 1, "B": 4}, {"A": 4, "B": 1}, {"A": 3, "B": 3})),
-    Case("attention", "FusedAttention", tuple(("T", ("B", s, 4, 64)) for s in ("Q", "S", "S")), {"B": (1, 2, 4), "Q": (1, 64, 130), "S": (1, 64, 300)},
-         ({"B": 1, "Q": 1, "S": 1}, {"B": 2, "Q": 64, "S": 64}, {"B": 3, "Q": 65, "S": 131}, {"B": 4, "Q": 130, "S": 300})),
-    Case("attention_3d", "FusedAttention", (("T", ("B", "S", 96)), ("T", ("B", "S", 48)), ("T", ("B", "S", 64)), ("bool", ("B", 1, 1, "S"))), _BS, _BS_RUNS,
-         {"num_heads": 4, "kv_num_heads": 2, "scale": 0.25, "is_causal": 1}),
-    Case("attention_added_mask", "FusedAttention", (*(("T", ("B", 2, "S", 40)) for _ in range(3)), ("T", (1, 2, "S", "S"))), _BS, _BS_RUNS,
-         {"layout": "BNSH", "softcap": 5.0, "window": 100}),
-    Case("attention_past", "FusedAttention",
-         (("T", ("B", 4, "Q", 32)), ("T", ("B", 2, "S", 32)), ("T", ("B", 2, "S", 48)), None, ("T", ("B", 2, "P", 32)), ("T", ("B", 2, "P", 48))),
-         _PAST, _PAST_RUNS, {"layout": "BNSH"}, outputs=3),
-    Case("attention_past_mask", "FusedAttention",
-         (("T", ("B", "Q", 2, 64)), ("T", ("B", "S", 2, 64)), ("T", ("B", "S", 2, 64)), ("bool", ("B", 1, "Q", "P+S")), ("T", ("B", 2, "P", 64)),
-          ("T", ("B", 2, "P", 64))), _PAST, _PAST_RUNS, {"is_causal": 1}),
-    Case("attention_lengths", "FusedAttention",
-         (("T", ("B", 1, 8, 64)), ("T", ("B", "S", 2, 64)), ("T", ("B", "S", 2, 64)), None, None, None, ("int64", ("B",))), _BS, _BS_RUNS),
+    Case(
+        "gemm_all",
+        "FusedGemm",
+        (("T", ("B", "S", 33)), ("T", (48, 33)), ("T", (48,)), ("T", ("B", "S", 48))),
+        _BS,
+        _BS_RUNS,
+        {"transB": 1, "activation": "gelu", "beta": 2.0},
+    ),
+    Case(
+        "gemm_no_bias",
+        "FusedGemm",
+        (("T", ("B", "S", 16)), ("T", (16, 40)), None, ("T", ("B", "S", 40))),
+        _BS,
+        _BS_RUNS,
+        {"activation": "relu"},
+    ),
+    Case(
+        "gemm_scalar_bias",
+        "FusedGemm",
+        (("T", ("S", 16)), ("T", (16, 8)), ("T", ())),
+        {"S": (1, 64, 300)},
+        ({"S": 1}, {"S": 77}),
+    ),
+    Case(
+        "gemm_batches", "FusedGemm", (("T", ("B", 1, 24, "S")), ("T", ("B", 2, 24, 17))), _BS, _BS_RUNS, {"transA": 1}
+    ),
+    Case(
+        "gemm_batch_of_one",
+        "FusedGemm",
+        (("T", ("A", 5, 8)), ("T", ("B", 8, 7))),
+        {"A": (1, 1, 4), "B": (1, 4, 4)},
+        ({"A": 1, "B": 4}, {"A": 4, "B": 1}, {"A": 3, "B": 3}),
+    ),
+    Case(
+        "attention",
+        "FusedAttention",
+        tuple(("T", ("B", s, 4, 64)) for s in ("Q", "S", "S")),
+        {"B": (1, 2, 4), "Q": (1, 64, 130), "S": (1, 64, 300)},
+        (
+            {"B": 1, "Q": 1, "S": 1},
+            {"B": 2, "Q": 64, "S": 64},
+            {"B": 3, "Q": 65, "S": 131},
+            {"B": 4, "Q": 130, "S": 300},
+        ),
+    ),
+    Case(
+        "attention_3d",
+        "FusedAttention",
+        (("T", ("B", "S", 96)), ("T", ("B", "S", 48)), ("T", ("B", "S", 64)), ("bool", ("B", 1, 1, "S"))),
+        _BS,
+        _BS_RUNS,
+        {"num_heads": 4, "kv_num_heads": 2, "scale": 0.25, "is_causal": 1},
+    ),
+    Case(
+        "attention_added_mask",
+        "FusedAttention",
+        (*(("T", ("B", 2, "S", 40)) for _ in range(3)), ("T", (1, 2, "S", "S"))),
+        _BS,
+        _BS_RUNS,
+        {"layout": "BNSH", "softcap": 5.0, "window": 100},
+    ),
+    Case(
+        "attention_past",
+        "FusedAttention",
+        (
+            ("T", ("B", 4, "Q", 32)),
+            ("T", ("B", 2, "S", 32)),
+            ("T", ("B", 2, "S", 48)),
+            None,
+            ("T", ("B", 2, "P", 32)),
+            ("T", ("B", 2, "P", 48)),
+        ),
+        _PAST,
+        _PAST_RUNS,
+        {"layout": "BNSH"},
+        outputs=3,
+    ),
+    Case(
+        "attention_past_mask",
+        "FusedAttention",
+        (
+            ("T", ("B", "Q", 2, 64)),
+            ("T", ("B", "S", 2, 64)),
+            ("T", ("B", "S", 2, 64)),
+            ("bool", ("B", 1, "Q", "P+S")),
+            ("T", ("B", 2, "P", 64)),
+            ("T", ("B", 2, "P", 64)),
+        ),
+        _PAST,
+        _PAST_RUNS,
+        {"is_causal": 1},
+    ),
+    Case(
+        "attention_lengths",
+        "FusedAttention",
+        (
+            ("T", ("B", 1, 8, 64)),
+            ("T", ("B", "S", 2, 64)),
+            ("T", ("B", "S", 2, 64)),
+            None,
+            None,
+            None,
+            ("int64", ("B",)),
+        ),
+        _BS,
+        _BS_RUNS,
+    ),
 )
 DTYPES = ops.FLOAT_TYPES
 EACH_CASE = pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
@@ -118,10 +221,12 @@ def test_every_op_and_every_optional_input_has_a_case():
 
 def builder(case: Case) -> Any:
     host = plugin_host()
-    return host.Builder(host.Creator.in_library(library_path(), case.op), case.name, fields(case.op, case.attrs, case.outputs))
+    return host.Builder(
+        host.Creator.in_library(library_path(), case.op), case.name, fields(case.op, case.attrs, case.outputs)
+    )
 
 
-# --- Building -----------------------------------------------------------------------------------------------------------
+# --- Building -------------------------------------------------------------------------------------------------------
 
 
 @EACH_CASE
@@ -139,7 +244,11 @@ def test_exactly_the_linear_combinations_of_the_specification_are_accepted(case:
     spec = ops.find(case.op)
     expected = set()
     for t in spec.dtypes:
-        choices = [[t if d == "T" else d for d in spec.inputs[i].dtypes] for i, given in enumerate(case.inputs) if given is not None]
+        choices = [
+            [t if d == "T" else d for d in spec.inputs[i].dtypes]
+            for i, given in enumerate(case.inputs)
+            if given is not None
+        ]
         for types in itertools.product(*choices):
             expected.add((*types, *[t] * case.outputs))
     absent = {i for i, given in enumerate(case.inputs) if given is None}
@@ -192,8 +301,18 @@ def test_every_attribute_is_serialised(op: str):
 def test_timing_cache_id_tells_attributes_apart():
     host = plugin_host()
     creator = host.Creator.in_library(library_path(), "FusedGemm")
-    ids = {host.Builder(creator, "node", fields("FusedGemm", attrs)).timing_cache_id()
-           for attrs in ({}, {"alpha": 1.0}, {"alpha": 1.0000001}, {"transA": 1}, {"transB": 1}, {"activation": "relu"}, {"precision": "tf32"})}
+    ids = {
+        host.Builder(creator, "node", fields("FusedGemm", attrs)).timing_cache_id()
+        for attrs in (
+            {},
+            {"alpha": 1.0},
+            {"alpha": 1.0000001},
+            {"transA": 1},
+            {"transB": 1},
+            {"activation": "relu"},
+            {"precision": "tf32"},
+        )
+    }
     assert len(ids) == 6  # the first two are the same plugin
     assert all("FusedGemm" in i and len(i) < 1024 for i in ids)
 
@@ -204,12 +323,18 @@ def test_timing_cache_id_tells_attributes_apart():
         ([("float32", [2, 8]), ("float32", [7, 4])], {}, "FusedGemm node 'fc': b: dimension 0 is 7, expected 8"),
         ([("float32", [8]), ("float32", [8, 4])], {}, "FusedGemm node 'fc': a: expected a rank of at least 2, got 1"),
         ([("float32", [3, 2, 8]), ("float32", [2, 8, 4])], {}, "b: dimension 0 does not broadcast"),
-        ([("float32", [2, 8]), ("float16", [8, 4])], {}, "b: is float16 where the first input is float32, which the op does not mix"),
+        (
+            [("float32", [2, 8]), ("float16", [8, 4])],
+            {},
+            "b: is float16 where the first input is float32, which the op does not mix",
+        ),
         ([("int32", [2, 8]), ("int32", [8, 4])], {}, "a: its type is not one that the op takes"),
         ([], {}, "expected 1 to 4 inputs, got 0"),
     ],
 )
-def test_impossible_inputs_have_a_message(capfd: pytest.CaptureFixture[str], inputs: list[Any], attrs: dict[str, Any], message: str):
+def test_impossible_inputs_have_a_message(
+    capfd: pytest.CaptureFixture[str], inputs: list[Any], attrs: dict[str, Any], message: str
+):
     host = plugin_host()
     build = host.Builder(host.Creator.in_library(library_path(), "FusedGemm"), "fc", fields("FusedGemm", attrs))
     with pytest.raises(RuntimeError, match="failed"):
@@ -226,7 +351,7 @@ def test_mask_that_does_not_broadcast_is_refused_when_configured(capfd: pytest.C
     assert "FusedSoftmax node 'sm': mask: does not broadcast" in capfd.readouterr().err
 
 
-# --- Running ------------------------------------------------------------------------------------------------------------
+# --- Running --------------------------------------------------------------------------------------------------------
 
 
 def as_bytes(array: np.ndarray) -> bytes:
@@ -240,7 +365,11 @@ class Run:
         self.context, self.case, self.dtype, self.values = context, case, dtype, values
         arrays = case.arrays(dtype, values)
         self.shapes = native.infer_shapes(case.op, arrays, case.attrs)[: case.outputs]
-        context.bind([None if a is None else (a.dtype.name, list(a.shape)) for a in arrays], [(dtype, list(s)) for s in self.shapes], workspace)
+        context.bind(
+            [None if a is None else (a.dtype.name, list(a.shape)) for a in arrays],
+            [(dtype, list(s)) for s in self.shapes],
+            workspace,
+        )
 
     def write(self, seed: int) -> list[np.ndarray]:
         """New inputs; gives what the outputs should be."""
@@ -256,7 +385,11 @@ class Run:
             actual = np.frombuffer(self.context.read(i), numpy_dtype(self.dtype)).reshape(self.shapes[i])
             finite = np.where(np.isfinite(e), np.abs(e), 0.0)
             close = np.isneginf(e) & np.isneginf(actual.astype(np.float64))
-            assert_close(np.where(close, 0, actual), np.where(close, 0.0, e), 16 * EPSILON[self.dtype] * (1.0 + finite.max(initial=0.0)))
+            assert_close(
+                np.where(close, 0, actual),
+                np.where(close, 0.0, e),
+                16 * EPSILON[self.dtype] * (1.0 + finite.max(initial=0.0)),
+            )
         assert self.context.damaged() == []
 
 

@@ -16,7 +16,9 @@ from tensorrt_support import installed, library_path, output_of, run_child
 from ortplugins import ops
 
 RUNTIMES = installed("tensorrt", "tensorrt_lean", "tensorrt_dispatch", "tensorrt_rtx")
-pytestmark = pytest.mark.skipif(not RUNTIMES, reason="no TensorRT is installed: pip install tensorrt-lean-cu13-libs tensorrt-lean-cu13-bindings")
+pytestmark = pytest.mark.skipif(
+    not RUNTIMES, reason="no TensorRT is installed: pip install tensorrt-lean-cu13-libs tensorrt-lean-cu13-bindings"
+)
 EACH_RUNTIME = pytest.mark.parametrize("runtime", RUNTIMES)
 
 NAMES = sorted(op.name for op in ops.OPS)
@@ -85,7 +87,10 @@ def test_loading_after_opening_keeps_the_first_and_says_so(runtime: str, tmp_pat
 
 @EACH_RUNTIME
 def test_loading_again_after_deregistering(runtime: str, tmp_path: pathlib.Path):
-    out, _ = run(runtime, tmp_path, """
+    out, _ = run(
+        runtime,
+        tmp_path,
+        """
 registry = trt.get_plugin_registry()
 for _ in range(3):
     handle = registry.load_library(library)
@@ -93,15 +98,23 @@ for _ in range(3):
     registry.deregister_library(handle)
     assert names() == []
 print("done")
-""")
+""",
+    )
     assert out.strip() == "done"
 
 
-@pytest.mark.skipif("tensorrt_rtx_bindings" not in RUNTIMES, reason="needs tensorrt_rtx, whose runtime can be made without a GPU")
-@pytest.mark.parametrize("first", ["", "ctypes.CDLL(library)", "load()"], ids=["alone", "after_opening", "after_loading"])
+@pytest.mark.skipif(
+    "tensorrt_rtx_bindings" not in RUNTIMES, reason="needs tensorrt_rtx, whose runtime can be made without a GPU"
+)
+@pytest.mark.parametrize(
+    "first", ["", "ctypes.CDLL(library)", "load()"], ids=["alone", "after_opening", "after_loading"]
+)
 def test_a_registry_of_a_runtime_has_its_own_plugins(first: str, tmp_path: pathlib.Path):
     """Engines that carry the library, and `trtexec --dynamicPlugins`, load it into the registry of a runtime."""
-    out, _ = run("tensorrt_rtx_bindings", tmp_path, f"""
+    out, _ = run(
+        "tensorrt_rtx_bindings",
+        tmp_path,
+        f"""
 {first}
 before = names()
 runtime = trt.Runtime(trt.Logger(trt.Logger.ERROR))
@@ -110,7 +123,8 @@ for path in (library, copy):
     assert local.load_library(path) is not None
     print(names(local))
     assert names() == before
-""")
+""",
+    )
     assert out.splitlines() == [str(NAMES)] * 2
 
 
@@ -129,28 +143,35 @@ def test_opening_before_tensorrt_is_imported(tmp_path: pathlib.Path):
     (site / "ortplugins/lib").mkdir(parents=True)
     shutil.copyfile(library_path(), site / "ortplugins/lib/lib.so")
     (site / "tensorrt_rtx_libs").symlink_to(pathlib.Path(tensorrt_rtx_libs.__file__).parent)
-    out = output_of("""
+    out = output_of(
+        """
 import ctypes, sys
 ctypes.CDLL(sys.argv[1])
 import tensorrt_rtx_bindings as trt
 print(sorted(c.name for c in trt.get_plugin_registry().all_creators if c.plugin_namespace == "ortplugins"))
-""", str(site / "ortplugins/lib/lib.so"))
+""",
+        str(site / "ortplugins/lib/lib.so"),
+    )
     assert out.strip() == str(NAMES)
 
 
 def test_two_tensorrts_in_one_process(tmp_path: pathlib.Path):
     if not {"tensorrt_lean_bindings", "tensorrt_rtx_bindings"} <= set(RUNTIMES):
         pytest.skip("needs tensorrt_lean and tensorrt_rtx")
-    out, _ = run("tensorrt_lean_bindings", tmp_path, """
+    out, _ = run(
+        "tensorrt_lean_bindings",
+        tmp_path,
+        """
 import tensorrt_rtx_bindings as rtx
 ctypes.CDLL(library)
 print(names())
 print(names(rtx.get_plugin_registry()))
-""")
+""",
+    )
     assert out.splitlines() == [str(NAMES)] * 2
 
 
-# --- The Python module ----------------------------------------------------------------------------------------------------
+# --- The Python module ----------------------------------------------------------------------------------------------
 
 REGISTER = """
 import sys
@@ -163,12 +184,21 @@ def names():
 
 
 @EACH_RUNTIME
-@pytest.mark.parametrize("first", ["", "trt.get_plugin_registry().load_library(plugins.get_library_path())",
-                                   "import ctypes; ctypes.CDLL(plugins.get_library_path())"], ids=["alone", "after_loading", "after_opening"])
+@pytest.mark.parametrize(
+    "first",
+    [
+        "",
+        "trt.get_plugin_registry().load_library(plugins.get_library_path())",
+        "import ctypes; ctypes.CDLL(plugins.get_library_path())",
+    ],
+    ids=["alone", "after_loading", "after_opening"],
+)
 def test_register_is_harmless_after_any_other_way(runtime: str, first: str):
     library_path()
     argument = "trt.get_plugin_registry()" if "rtx" in runtime else ""  # not one that register looks for
-    out = output_of(f"{REGISTER}\n{first}\nplugins.register({argument})\nplugins.register({argument})\nprint(names())", runtime)
+    out = output_of(
+        f"{REGISTER}\n{first}\nplugins.register({argument})\nplugins.register({argument})\nprint(names())", runtime
+    )
     assert out.strip() == str(NAMES)
 
 
@@ -211,11 +241,13 @@ def test_missing_library_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: pat
         tensorrt.get_library_path()
 
 
-# --- The file ---------------------------------------------------------------------------------------------------------------
+# --- The file -------------------------------------------------------------------------------------------------------
 
 
 def test_exports_two_functions_and_links_no_tensorrt():
-    symbols = subprocess.run(["nm", "-D", "--defined-only", library_path()], capture_output=True, text=True, check=True).stdout
+    symbols = subprocess.run(
+        ["nm", "-D", "--defined-only", library_path()], capture_output=True, text=True, check=True
+    ).stdout
     assert sorted(line.split()[-1].split("@")[0] for line in symbols.splitlines()) == ["getCreators", "setLoggerFinder"]
     dynamic = subprocess.run(["readelf", "-d", library_path()], capture_output=True, text=True, check=True).stdout
     needed = re.findall(r"\(NEEDED\).*\[(.*)\]", dynamic)

@@ -1,8 +1,8 @@
 """TensorRT's ONNX parser takes our nodes for our plugins.
 
-The parser used is that of ``tensorrt_rtx``, which is small, needs no GPU and chooses importers as TensorRT's does. That runtime
-has no plugin layers: it ends the process as soon as a plugin was made for it. So every model is parsed in a process of its
-own, and its verbose log, which names the importer of each node, is read.
+The parser used is that of ``tensorrt_rtx``, which is small, needs no GPU and chooses importers as TensorRT's does. That
+runtime has no plugin layers: it ends the process as soon as a plugin was made for it. So every model is parsed in a
+process of its own, and its verbose log, which names the importer of each node, is read.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ from test_tensorrt_host import CASES, Case
 from ortplugins import ops, rewrite
 
 PARSERS = installed("tensorrt_rtx")
-pytestmark = pytest.mark.skipif(not PARSERS, reason="no tensorrt_rtx: pip install tensorrt-rtx-cu13-libs tensorrt-rtx-cu13-bindings")
+pytestmark = pytest.mark.skipif(
+    not PARSERS, reason="no tensorrt_rtx: pip install tensorrt-rtx-cu13-libs tensorrt-rtx-cu13-bindings"
+)
 
 CORPUS = sorted((ROOT / "models/corpus").glob("*.onnx"))
 OP_NAMES = {op.name for op in ops.OPS}
@@ -92,8 +94,14 @@ def model_of(case: Case, dtype: str, *, plugin_attributes: bool = True) -> onnx.
     if case.outputs > 1:
         attrs["plugin_outputs"] = case.outputs
     node = helper.make_node(case.op, names, outputs, name="node", domain=ops.DOMAIN, **attrs)
-    graph = helper.make_graph([node], "graph", graph_inputs, [helper.make_tensor_value_info(o, onnx_type(dtype), None) for o in outputs])
-    return helper.make_model(graph, ir_version=8, opset_imports=[helper.make_opsetid("", 17), helper.make_opsetid(ops.DOMAIN, ops.OPSET_VERSION)])
+    graph = helper.make_graph(
+        [node], "graph", graph_inputs, [helper.make_tensor_value_info(o, onnx_type(dtype), None) for o in outputs]
+    )
+    return helper.make_model(
+        graph,
+        ir_version=8,
+        opset_imports=[helper.make_opsetid("", 17), helper.make_opsetid(ops.DOMAIN, ops.OPSET_VERSION)],
+    )
 
 
 @pytest.mark.parametrize("dtype", ops.FLOAT_TYPES)
@@ -124,7 +132,7 @@ def test_bad_attribute_is_the_parser_s_error(tmp_path: pathlib.Path):
     assert "Could not create the plugin" in log
 
 
-# --- Rewritten models -----------------------------------------------------------------------------------------------------
+# --- Rewritten models -----------------------------------------------------------------------------------------------
 
 
 def nodes_of(graph: onnx.GraphProto) -> list[onnx.NodeProto]:
@@ -140,7 +148,12 @@ def nodes_of(graph: onnx.GraphProto) -> list[onnx.NodeProto]:
 
 
 def signature(node: onnx.NodeProto) -> tuple[object, ...]:
-    return (node.op_type, tuple(bool(i) for i in node.input), len(node.output), tuple(sorted(a.name for a in node.attribute)))
+    return (
+        node.op_type,
+        tuple(bool(i) for i in node.input),
+        len(node.output),
+        tuple(sorted(a.name for a in node.attribute)),
+    )
 
 
 def alone(node: onnx.NodeProto, rank: int) -> onnx.ModelProto:
@@ -150,10 +163,16 @@ def alone(node: onnx.NodeProto, rank: int) -> onnx.ModelProto:
     for tensor, name in zip(spec.inputs, node.input):
         if name:
             kind = TensorProto.FLOAT if tensor.dtypes[0] == "T" else onnx_type(tensor.dtypes[0])
-            graph_inputs.setdefault(name, helper.make_tensor_value_info(name, kind, [None] * (1 if kind == TensorProto.INT64 else rank)))
+            graph_inputs.setdefault(
+                name, helper.make_tensor_value_info(name, kind, [None] * (1 if kind == TensorProto.INT64 else rank))
+            )
     outputs = [helper.make_tensor_value_info(o, TensorProto.FLOAT, None) for o in node.output]
     graph = helper.make_graph([node], "graph", list(graph_inputs.values()), outputs)
-    return helper.make_model(graph, ir_version=8, opset_imports=[helper.make_opsetid("", 17), helper.make_opsetid(ops.DOMAIN, ops.OPSET_VERSION)])
+    return helper.make_model(
+        graph,
+        ir_version=8,
+        opset_imports=[helper.make_opsetid("", 17), helper.make_opsetid(ops.DOMAIN, ops.OPSET_VERSION)],
+    )
 
 
 @functools.cache
@@ -172,7 +191,11 @@ def test_rewritten_model_reaches_our_plugin(tmp_path: pathlib.Path, path: pathli
         assert texts["plugin_version"] == str(ops.OPSET_VERSION) and texts["plugin_namespace"] == ops.DOMAIN
         assert node.op_type in OP_NAMES
     [log] = parse(tmp_path, model)
-    first = next(n for n in model.graph.node if n.domain == ops.DOMAIN or any(nodes_of(a.g) for a in n.attribute if a.type == onnx.AttributeProto.GRAPH))
+    first = next(
+        n
+        for n in model.graph.node
+        if n.domain == ops.DOMAIN or any(nodes_of(a.g) for a in n.attribute if a.type == onnx.AttributeProto.GRAPH)
+    )
     if first.domain == ops.DOMAIN:
         assert_plugin(log, first.op_type)
 
@@ -184,5 +207,3 @@ def test_every_kind_of_node_that_the_rewriter_writes(tmp_path: pathlib.Path):
     logs = parse(tmp_path, *(alone(node, 4) for node in kinds.values()))
     for (op, *_), log in zip(kinds, logs):
         assert_plugin(log, str(op))
-
-

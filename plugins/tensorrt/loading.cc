@@ -1,11 +1,12 @@
 // How the plugins come into a TensorRT plugin registry. TensorRT has two ways, and this one library serves both:
 //
-//   IPluginRegistry::loadLibrary   opens the library, asks `getCreators` for the creators and registers them itself.
-//                                  It refuses, and returns null, if one of them is in the registry already.
-//   dlopen, ctypes, ...            only open the library, so that it must register its creators while it is being opened.
+//   IPluginRegistry::loadLibrary   opens the library, asks `getCreators` for the creators and registers them itself. It
+//                                  refuses, and returns null, if one of them is in the registry already.
+//   dlopen, ctypes, ...            only open the library, so that it must register its creators while being opened.
 //
-// Which of the two is under way shows in the call stack: loadLibrary's caller of dlopen is TensorRT itself. Then nothing is
-// registered here, for loadLibrary may belong to another registry than the global one, a runtime's for instance.
+// Which of the two is under way shows in the call stack: loadLibrary's caller of dlopen is TensorRT itself. Then
+// nothing is registered here, for loadLibrary may belong to another registry than the global one, a runtime's for
+// instance.
 #include <dlfcn.h>
 #include <link.h>
 #include <unwind.h>
@@ -30,10 +31,11 @@ using Severity = nvinfer1::ILogger::Severity;
 
 bool g_registered = false;  // in a global registry, while the library was being opened
 
-// --- The TensorRT libraries of this process ---------------------------------------------------------------------------
+// --- The TensorRT libraries of this process -------------------------------------------------------------------------
 
-// TensorRT 11 took the functions for version-1 creators out of IPluginRegistry and made ILogger a versioned interface, which
-// moved functions in their tables of virtual functions. To serve 10 and 11 alike, they are called by their place in the table.
+// TensorRT 11 took the functions for version-1 creators out of IPluginRegistry and made ILogger a versioned interface,
+// which moved functions in their tables of virtual functions. To serve 10 and 11 alike, they are called by their place
+// in the table.
 struct Layout {
   int register_creator, get_all_creators;  // of IPluginRegistry
   int log;                                 // of ILogger
@@ -107,15 +109,18 @@ std::vector<Runtime> loaded_runtimes() {
   return runtimes;
 }
 
-// A library that links TensorRT pulls it in when it is opened. To behave alike when a Python program opens this one before
-// it imports tensorrt (Polygraphy does), the wheel installed beside this package is loaded, else what the loader finds.
+// A library that links TensorRT pulls it in when it is opened. To behave alike when a Python program opens this one
+// before it imports tensorrt (Polygraphy does), the wheel installed beside this package is loaded, else what the loader
+// finds.
 void load_tensorrt(const char* own_path) {
   namespace fs = std::filesystem;
   const fs::path site = fs::path(own_path).parent_path().parent_path().parent_path();  // of site/ortplugins/lib/this.so
-  for (const auto& [package, prefix] : {std::pair{"tensorrt_libs", "libnvinfer.so."}, std::pair{"tensorrt_rtx_libs", "libtensorrt_rtx.so."}}) {
+  for (const auto& [package, prefix] :
+       {std::pair{"tensorrt_libs", "libnvinfer.so."}, std::pair{"tensorrt_rtx_libs", "libtensorrt_rtx.so."}}) {
     std::error_code ignored;
     for (const fs::directory_entry& entry : fs::directory_iterator(site / package, ignored)) {
-      if (entry.path().filename().string().starts_with(prefix) && dlopen(entry.path().c_str(), RTLD_LAZY) != nullptr) return;
+      if (entry.path().filename().string().starts_with(prefix) && dlopen(entry.path().c_str(), RTLD_LAZY) != nullptr)
+        return;
     }
   }
   for (const char* name : {"libnvinfer.so.11", "libnvinfer.so.10"}) {
@@ -123,12 +128,13 @@ void load_tensorrt(const char* own_path) {
   }
 }
 
-// --- Registering -------------------------------------------------------------------------------------------------------
+// --- Registering ----------------------------------------------------------------------------------------------------
 
 bool has_creator(void* registry, const Layout& layout, const IPluginCreatorV3One& wanted) {
   using GetAllCreators = IPluginCreatorInterface* const* (*)(void*, int32_t*);
   int32_t count = 0;
-  IPluginCreatorInterface* const* all = virtual_function<GetAllCreators>(registry, layout.get_all_creators)(registry, &count);
+  IPluginCreatorInterface* const* all =
+      virtual_function<GetAllCreators>(registry, layout.get_all_creators)(registry, &count);
   for (int32_t i = 0; all != nullptr && i < count; ++i) {
     if (std::strcmp(all[i]->getInterfaceInfo().kind, wanted.getInterfaceInfo().kind) != 0) continue;
     const auto& creator = static_cast<const IPluginCreatorV3One&>(*all[i]);
@@ -151,8 +157,10 @@ void register_creators(const Runtime& runtime) {
   for (IPluginCreatorInterface* creator : plugin_creators()) {
     const auto& v3 = static_cast<const IPluginCreatorV3One&>(*creator);
     if (has_creator(runtime.registry, *layout, v3)) {
-      log(Severity::kINFO, std::string("plugin ") + v3.getPluginName() + " is registered already, by another copy of this library; that one stays");
-    } else if (virtual_function<RegisterCreator>(runtime.registry, layout->register_creator)(runtime.registry, creator, kDomain)) {
+      log(Severity::kINFO, std::string("plugin ") + v3.getPluginName() +
+                               " is registered already, by another copy of this library; that one stays");
+    } else if (virtual_function<RegisterCreator>(runtime.registry, layout->register_creator)(runtime.registry, creator,
+                                                                                             kDomain)) {
       g_registered = true;
     } else {
       log(Severity::kERROR, std::string("TensorRT did not register plugin ") + v3.getPluginName());
@@ -160,7 +168,7 @@ void register_creators(const Runtime& runtime) {
   }
 }
 
-// --- Opening -----------------------------------------------------------------------------------------------------------
+// --- Opening --------------------------------------------------------------------------------------------------------
 
 struct Walk {
   const void* own_base = nullptr;
@@ -174,7 +182,8 @@ std::string caller_of_dlopen(const void* own_base) {
       [](_Unwind_Context* context, void* user) {
         auto* const state = static_cast<Walk*>(user);
         Dl_info info{};
-        if (dladdr(reinterpret_cast<void*>(_Unwind_GetIP(context)), &info) == 0 || info.dli_fbase == state->own_base) return _URC_NO_REASON;
+        if (dladdr(reinterpret_cast<void*>(_Unwind_GetIP(context)), &info) == 0 || info.dli_fbase == state->own_base)
+          return _URC_NO_REASON;
         const std::string_view name = file_name(info.dli_fname);
         for (const char* part : {"ld-linux", "ld-musl", "libc.", "libc-", "libdl."}) {
           if (name.starts_with(part)) return _URC_NO_REASON;
@@ -210,7 +219,8 @@ void log(Severity severity, const std::string& text) noexcept {
     for (const Runtime& runtime : loaded_runtimes()) {
       void* logger = runtime.get_logger == nullptr ? nullptr : runtime.get_logger();
       if (logger == nullptr || runtime.layout() == nullptr) continue;
-      virtual_function<void (*)(void*, Severity, const char*)>(logger, runtime.layout()->log)(logger, severity, line.c_str());
+      virtual_function<void (*)(void*, Severity, const char*)>(logger, runtime.layout()->log)(logger, severity,
+                                                                                              line.c_str());
       return;
     }
     if (severity <= Severity::kWARNING) (void)std::fprintf(stderr, "%s\n", line.c_str());
@@ -232,11 +242,13 @@ bool types_are_given() noexcept {
 // loadLibrary asks for this function to be there. All that TensorRT's finder does is to call getLogger, as `log` does.
 extern "C" __attribute__((visibility("default"))) void setLoggerFinder(nvinfer1::ILoggerFinder*) {}
 
-extern "C" __attribute__((visibility("default"))) nvinfer1::IPluginCreatorInterface* const* getCreators(int32_t& count) {
+extern "C" __attribute__((visibility("default"))) nvinfer1::IPluginCreatorInterface* const* getCreators(
+    int32_t& count) {
   using namespace ortplugins;
   if (g_registered) {
     log(nvinfer1::ILogger::Severity::kWARNING,
-        "this library was opened with dlopen before, which registered its plugins with TensorRT's global registry, where they can be "
+        "this library was opened with dlopen before, which registered its plugins with TensorRT's global registry, "
+        "where they can be "
         "used. If it is that registry that now loads the library, it finds them taken and loadLibrary returns null.");
   }
   count = static_cast<int32_t>(plugin_creators().size());

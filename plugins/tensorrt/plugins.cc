@@ -1,9 +1,8 @@
-// The TensorRT adapter: every op of the specification as an IPluginV3, with its fields, shapes, types and tactics read off
-// the specification and the variant table. It knows no op by name. loading.cc says how the creators get into a registry.
+// The TensorRT adapter: every op of the specification as an IPluginV3, with its fields, shapes, types and tactics read
+// off the specification and the variant table. It knows no op by name. loading.cc says how the creators get into a
+// registry.
 //
 // The interfaces used here are versioned and the same in TensorRT 10 and 11, so that one binary serves both.
-#include "tensorrt/runtime.h"
-
 #include <cuda_runtime_api.h>
 
 #include <algorithm>
@@ -18,6 +17,7 @@
 #include "core/infer.h"
 #include "core/op.h"
 #include "op_specs.h"
+#include "tensorrt/runtime.h"
 
 namespace ortplugins {
 namespace {
@@ -28,8 +28,8 @@ using Severity = ILogger::Severity;
 constexpr char kVersion[] = {static_cast<char>('0' + kOpsetVersion), '\0'};
 static_assert(kOpsetVersion < 10);
 
-// A TensorRT layer has a fixed number of outputs, known before its inputs are. A node with optional outputs says by this
-// attribute how many it has, counted from the first; without it there are the required ones only.
+// A TensorRT layer has a fixed number of outputs, known before its inputs are. A node with optional outputs says by
+// this attribute how many it has, counted from the first; without it there are the required ones only.
 constexpr const char* kOutputsField = "plugin_outputs";
 // Only serialised: see `Profile`.
 constexpr const char* kProfilesField = "profiles";
@@ -76,21 +76,27 @@ DataType tensorrt_type(DType dtype) {
   }
 }
 
-bool contains(std::span<const DType> types, DType type) { return std::find(types.begin(), types.end(), type) != types.end(); }
+bool contains(std::span<const DType> types, DType type) {
+  return std::find(types.begin(), types.end(), type) != types.end();
+}
 
 // Whether `type` may stand at `tensor` where T is `shared`.
 bool allows(const TensorSpec& tensor, DType shared, DType type) {
-  return type != DType::kNone && (contains(tensor.dtypes, type) || (contains(tensor.dtypes, DType::kNone) && type == shared));
+  return type != DType::kNone &&
+         (contains(tensor.dtypes, type) || (contains(tensor.dtypes, DType::kNone) && type == shared));
 }
 
 std::string mixed_types(const TensorSpec& tensor, DType shared, DType type) {
-  return std::string(tensor.name) + ": is " + name_of(type) + " where the first input is " + name_of(shared) + ", which the op does not mix";
+  return std::string(tensor.name) + ": is " + name_of(type) + " where the first input is " + name_of(shared) +
+         ", which the op does not mix";
 }
 
 // An input that the node leaves out reaches the plugin, if at all, as a tensor of negative rank.
 bool is_absent(const Dims& dims) { return dims.nbDims < 0; }
 
-bool is_dynamic(const Dims& dims) { return std::any_of(dims.d, dims.d + std::max(dims.nbDims, 0), [](int64_t d) { return d < 0; }); }
+bool is_dynamic(const Dims& dims) {
+  return std::any_of(dims.d, dims.d + std::max(dims.nbDims, 0), [](int64_t d) { return d < 0; });
+}
 
 bool to_shape(const Dims& dims, Shape* shape) {
   if (dims.nbDims < 0 || dims.nbDims > kMaxRank) return false;
@@ -108,7 +114,9 @@ struct ExprAlgebra {
   Dim constant(int64_t v) const { return builder->constant(v); }
   Dim product(Dim a, Dim b) const { return operation(DimensionOperation::kPROD, a, b); }
   Dim sum(Dim a, Dim b) const { return operation(DimensionOperation::kSUM, a, b); }
-  Dim quotient(Dim a, int64_t b) const { return b == 1 ? a : operation(DimensionOperation::kFLOOR_DIV, a, constant(b)); }
+  Dim quotient(Dim a, int64_t b) const {
+    return b == 1 ? a : operation(DimensionOperation::kFLOOR_DIV, a, constant(b));
+  }
   bool known(Dim a, int64_t* value) const {
     if (!a->isConstant()) return false;
     *value = a->getConstantValue();
@@ -128,8 +136,9 @@ struct ExprAlgebra {
   }
 };
 
-// What `configurePlugin` saw of one optimisation profile: the smallest and largest inputs, and the workspace that TensorRT
-// was asked for. TensorRT does not tell `enqueue` how much workspace there is; the profiles that contain the shapes do.
+// What `configurePlugin` saw of one optimisation profile: the smallest and largest inputs, and the workspace that
+// TensorRT was asked for. TensorRT does not tell `enqueue` how much workspace there is; the profiles that contain the
+// shapes do.
 struct Profile {
   DType type = DType::kNone;  // T
   int inputs = 0;
@@ -168,7 +177,8 @@ struct Profile {
       return true;
     };
     int64_t t = 0, n = 0, rank = 0;
-    if (!next(&t) || !next(&n) || !next(&workspace_bytes) || n < 0 || n > kMaxInputs || workspace_bytes < 0) return false;
+    if (!next(&t) || !next(&n) || !next(&workspace_bytes) || n < 0 || n > kMaxInputs || workspace_bytes < 0)
+      return false;
     type = static_cast<DType>(t);
     inputs = static_cast<int>(n);
     for (int i = 0; i < inputs; ++i) {
@@ -199,15 +209,16 @@ const DeviceInfo* current_device() {
 #endif
 }
 
-// --- The plugin ---------------------------------------------------------------------------------------------------------
+// --- The plugin -----------------------------------------------------------------------------------------------------
 
 // One node. Nothing in it is shared with its clones, of which TensorRT makes one for each execution context.
 class Plugin final : public IPluginV3, public IPluginV3OneCore, public IPluginV3OneBuild, public IPluginV3OneRuntime {
  public:
-  Plugin(const Op& op, std::string node) : op_(op), spec_(*op.spec), node_(std::move(node)), output_count_(required_outputs()) {}
+  Plugin(const Op& op, std::string node)
+      : op_(op), spec_(*op.spec), node_(std::move(node)), output_count_(required_outputs()) {}
 
-  // Takes the fields that TensorRT's parser read from the node, or that `getFieldsToSerialize` gave. False after an error,
-  // which is logged.
+  // Takes the fields that TensorRT's parser read from the node, or that `getFieldsToSerialize` gave. False after an
+  // error, which is logged.
   bool read_fields(const PluginFieldCollection* fields, TensorRTPhase phase);
 
   // IPluginV3
@@ -221,14 +232,17 @@ class Plugin final : public IPluginV3, public IPluginV3OneCore, public IPluginV3
 
   // IPluginV3OneBuild
   int32_t getNbOutputs() const noexcept override { return output_count_; }
-  int32_t getOutputDataTypes(DataType* outputs, int32_t nb_outputs, const DataType* inputs, int32_t nb_inputs) const noexcept override;
-  int32_t getOutputShapes(const DimsExprs* inputs, int32_t nb_inputs, const DimsExprs* shape_inputs, int32_t nb_shape_inputs,
-                          DimsExprs* outputs, int32_t nb_outputs, IExprBuilder& builder) noexcept override;
-  bool supportsFormatCombination(int32_t pos, const DynamicPluginTensorDesc* in_out, int32_t nb_inputs, int32_t nb_outputs) noexcept override;
-  int32_t configurePlugin(const DynamicPluginTensorDesc* inputs, int32_t nb_inputs, const DynamicPluginTensorDesc* outputs,
-                          int32_t nb_outputs) noexcept override;
-  size_t getWorkspaceSize(const DynamicPluginTensorDesc* inputs, int32_t nb_inputs, const DynamicPluginTensorDesc* outputs,
-                          int32_t nb_outputs) const noexcept override;
+  int32_t getOutputDataTypes(DataType* outputs, int32_t nb_outputs, const DataType* inputs,
+                             int32_t nb_inputs) const noexcept override;
+  int32_t getOutputShapes(const DimsExprs* inputs, int32_t nb_inputs, const DimsExprs* shape_inputs,
+                          int32_t nb_shape_inputs, DimsExprs* outputs, int32_t nb_outputs,
+                          IExprBuilder& builder) noexcept override;
+  bool supportsFormatCombination(int32_t pos, const DynamicPluginTensorDesc* in_out, int32_t nb_inputs,
+                                 int32_t nb_outputs) noexcept override;
+  int32_t configurePlugin(const DynamicPluginTensorDesc* inputs, int32_t nb_inputs,
+                          const DynamicPluginTensorDesc* outputs, int32_t nb_outputs) noexcept override;
+  size_t getWorkspaceSize(const DynamicPluginTensorDesc* inputs, int32_t nb_inputs,
+                          const DynamicPluginTensorDesc* outputs, int32_t nb_outputs) const noexcept override;
   int32_t getNbTactics() noexcept override { return static_cast<int32_t>(tactics_.size()); }
   int32_t getValidTactics(int32_t* tactics, int32_t nb_tactics) noexcept override;
   const char* getTimingCacheID() noexcept override { return description_.c_str(); }
@@ -236,15 +250,17 @@ class Plugin final : public IPluginV3, public IPluginV3OneCore, public IPluginV3
 
   // IPluginV3OneRuntime
   int32_t setTactic(int32_t tactic) noexcept override;
-  int32_t onShapeChange(const PluginTensorDesc* inputs, int32_t nb_inputs, const PluginTensorDesc* outputs, int32_t nb_outputs) noexcept override;
-  int32_t enqueue(const PluginTensorDesc* input_descs, const PluginTensorDesc* output_descs, const void* const* inputs, void* const* outputs,
-                  void* workspace, cudaStream_t stream) noexcept override;
+  int32_t onShapeChange(const PluginTensorDesc* inputs, int32_t nb_inputs, const PluginTensorDesc* outputs,
+                        int32_t nb_outputs) noexcept override;
+  int32_t enqueue(const PluginTensorDesc* input_descs, const PluginTensorDesc* output_descs, const void* const* inputs,
+                  void* const* outputs, void* workspace, cudaStream_t stream) noexcept override;
   IPluginV3* attachToContext(IPluginResourceContext* context) noexcept override;
   const PluginFieldCollection* getFieldsToSerialize() noexcept override;
 
  private:
   int required_outputs() const {
-    return static_cast<int>(std::count_if(spec_.outputs.begin(), spec_.outputs.end(), [](const TensorSpec& t) { return !t.optional; }));
+    return static_cast<int>(
+        std::count_if(spec_.outputs.begin(), spec_.outputs.end(), [](const TensorSpec& t) { return !t.optional; }));
   }
   int32_t fail(const std::string& what) const noexcept {
     try {
@@ -289,9 +305,11 @@ class Plugin final : public IPluginV3, public IPluginV3OneCore, public IPluginV3
   PluginFieldCollection collection_{};
 };
 
-// --- Fields -------------------------------------------------------------------------------------------------------------
+// --- Fields ---------------------------------------------------------------------------------------------------------
 
-const char* name_of(AttrKind kind) { return kind == AttrKind::kInt ? "an integer" : kind == AttrKind::kFloat ? "a float" : "a string"; }
+const char* name_of(AttrKind kind) {
+  return kind == AttrKind::kInt ? "an integer" : kind == AttrKind::kFloat ? "a float" : "a string";
+}
 
 // Parsers and users pass integers and floats in several widths.
 bool read_int(const PluginField& field, int64_t* value) {
@@ -332,9 +350,11 @@ bool read_float(const PluginField& field, float* value) {
 }
 
 bool read_string(const PluginField& field, std::string_view* value) {
-  if (field.type != PluginFieldType::kCHAR || field.length < 0 || (field.data == nullptr && field.length > 0)) return false;
+  if (field.type != PluginFieldType::kCHAR || field.length < 0 || (field.data == nullptr && field.length > 0))
+    return false;
   const auto* chars = static_cast<const char*>(field.data);
-  *value = {chars, chars == nullptr ? 0 : strnlen(chars, static_cast<size_t>(field.length))};  // with or without a final 0
+  // With or without a final 0.
+  *value = {chars, chars == nullptr ? 0 : strnlen(chars, static_cast<size_t>(field.length))};
   return true;
 }
 
@@ -353,16 +373,18 @@ bool Plugin::read_fields(const PluginFieldCollection* fields, TensorRTPhase phas
     const PluginField& field = fields->fields[i];
     if (field.name == nullptr) return fail("a field has no name"), false;
     const std::string_view name = field.name;
-    const auto attr = std::find_if(spec_.attrs.begin(), spec_.attrs.end(), [&](const AttrSpec& a) { return name == a.name; });
+    const auto attr =
+        std::find_if(spec_.attrs.begin(), spec_.attrs.end(), [&](const AttrSpec& a) { return name == a.name; });
     if (attr != spec_.attrs.end()) {
       if (!read_attr(field, *attr, &raw[attr - spec_.attrs.begin()]).ok()) {
         return fail("attribute " + std::string(name) + " must be " + name_of(attr->kind)), false;
       }
     } else if (name == kOutputsField) {
       int64_t outputs = 0;
-      if (!read_int(field, &outputs) || outputs < required_outputs() || outputs > static_cast<int64_t>(spec_.outputs.size())) {
-        return fail("attribute " + std::string(name) + " must be an integer from " + std::to_string(required_outputs()) + " to " +
-                    std::to_string(spec_.outputs.size())),
+      if (!read_int(field, &outputs) || outputs < required_outputs() ||
+          outputs > static_cast<int64_t>(spec_.outputs.size())) {
+        return fail("attribute " + std::string(name) + " must be an integer from " +
+                    std::to_string(required_outputs()) + " to " + std::to_string(spec_.outputs.size())),
                false;
       }
       output_count_ = static_cast<int>(outputs);
@@ -374,7 +396,8 @@ bool Plugin::read_fields(const PluginFieldCollection* fields, TensorRTPhase phas
         values = field_profiles_;
       }
       while (!values.empty()) {
-        if (!profiles_.emplace_back().read_from(&values)) return fail("the engine was written by another version of this plugin"), false;
+        if (!profiles_.emplace_back().read_from(&values))
+          return fail("the engine was written by another version of this plugin"), false;
         input_count_ = profiles_.back().inputs;
       }
     } else {
@@ -446,7 +469,8 @@ const PluginFieldCollection* Plugin::getFieldsToSerialize() noexcept {
     field_profiles_.clear();
     for (const Profile& profile : profiles_) profile.append_to(&field_profiles_);
     if (!field_profiles_.empty()) {
-      fields_.emplace_back(kProfilesField, field_profiles_.data(), PluginFieldType::kINT64, static_cast<int32_t>(field_profiles_.size()));
+      fields_.emplace_back(kProfilesField, field_profiles_.data(), PluginFieldType::kINT64,
+                           static_cast<int32_t>(field_profiles_.size()));
     }
     collection_ = {static_cast<int32_t>(fields_.size()), fields_.data()};
     return &collection_;
@@ -456,7 +480,7 @@ const PluginFieldCollection* Plugin::getFieldsToSerialize() noexcept {
   }
 }
 
-// --- Object -------------------------------------------------------------------------------------------------------------
+// --- Object ---------------------------------------------------------------------------------------------------------
 
 IPluginCapability* Plugin::getCapabilityInterface(PluginCapabilityType type) noexcept {
   switch (type) {
@@ -485,31 +509,37 @@ IPluginV3* Plugin::attachToContext(IPluginResourceContext* /*context*/) noexcept
   return plugin;
 }
 
-// --- Types and shapes ---------------------------------------------------------------------------------------------------
+// --- Types and shapes -----------------------------------------------------------------------------------------------
 
 Status Plugin::check_count(int32_t nb_inputs, int32_t nb_outputs) const {
   const auto most = static_cast<int32_t>(spec_.inputs.size());
-  if (nb_inputs < 1 || nb_inputs > most) return Status::invalid("inputs", "expected 1 to {} inputs, got {}", {most, nb_inputs});
-  if (nb_outputs != output_count_) return Status::invalid("outputs", "expected {} outputs, got {}", {output_count_, nb_outputs});
+  if (nb_inputs < 1 || nb_inputs > most)
+    return Status::invalid("inputs", "expected 1 to {} inputs, got {}", {most, nb_inputs});
+  if (nb_outputs != output_count_)
+    return Status::invalid("outputs", "expected {} outputs, got {}", {output_count_, nb_outputs});
   return {};
 }
 
 Status Plugin::check_types(const DType* types, size_t count) const {
   const DType shared = types[0];
-  if (!contains(spec_.dtypes, shared)) return Status::invalid(spec_.inputs[0].name, "its type is not one that the op takes");
+  if (!contains(spec_.dtypes, shared))
+    return Status::invalid(spec_.inputs[0].name, "its type is not one that the op takes");
   for (size_t i = 1; i < count; ++i) {
     if (types[i] != DType::kNone && !allows(spec_.inputs[i], shared, types[i])) {
-      return Status::invalid(spec_.inputs[i].name, "its type is not one that the op takes beside that of the first input");
+      return Status::invalid(spec_.inputs[i].name,
+                             "its type is not one that the op takes beside that of the first input");
     }
   }
   return {};
 }
 
-int32_t Plugin::getOutputDataTypes(DataType* outputs, int32_t nb_outputs, const DataType* inputs, int32_t nb_inputs) const noexcept {
+int32_t Plugin::getOutputDataTypes(DataType* outputs, int32_t nb_outputs, const DataType* inputs,
+                                   int32_t nb_inputs) const noexcept {
   try {
     if (const Status status = check_count(nb_inputs, nb_outputs); !status.ok()) return fail(status);
     const DType shared = dtype_of(inputs[0]);
-    if (!contains(spec_.dtypes, shared)) return fail(Status::invalid(spec_.inputs[0].name, "its type is not one that the op takes"));
+    if (!contains(spec_.dtypes, shared))
+      return fail(Status::invalid(spec_.inputs[0].name, "its type is not one that the op takes"));
     for (int32_t i = 1; i < nb_inputs; ++i) {
       // The type of an input that is left out means nothing; its shape, which would tell, is not known here.
       if (!spec_.inputs[i].optional && !allows(spec_.inputs[i], shared, dtype_of(inputs[i]))) {
@@ -526,8 +556,9 @@ int32_t Plugin::getOutputDataTypes(DataType* outputs, int32_t nb_outputs, const 
   }
 }
 
-int32_t Plugin::getOutputShapes(const DimsExprs* inputs, int32_t nb_inputs, const DimsExprs* /*shape_inputs*/, int32_t /*nb_shape_inputs*/,
-                                DimsExprs* outputs, int32_t nb_outputs, IExprBuilder& builder) noexcept {
+int32_t Plugin::getOutputShapes(const DimsExprs* inputs, int32_t nb_inputs, const DimsExprs* /*shape_inputs*/,
+                                int32_t /*nb_shape_inputs*/, DimsExprs* outputs, int32_t nb_outputs,
+                                IExprBuilder& builder) noexcept {
   try {
     if (const Status status = check_count(nb_inputs, nb_outputs); !status.ok()) return fail(status);
     std::array<DimsOf<const IDimensionExpr*>, kMaxInputs> in{};
@@ -537,7 +568,9 @@ int32_t Plugin::getOutputShapes(const DimsExprs* inputs, int32_t nb_inputs, cons
       in[i].rank = std::max(inputs[i].nbDims, 0);
       std::copy(inputs[i].d, inputs[i].d + in[i].rank, in[i].dims);
     }
-    if (const Status status = infer_dims(spec_, attrs_.data(), in.data(), out.data(), ExprAlgebra{&builder}); !status.ok()) return fail(status);
+    if (const Status status = infer_dims(spec_, attrs_.data(), in.data(), out.data(), ExprAlgebra{&builder});
+        !status.ok())
+      return fail(status);
     for (int32_t i = 0; i < nb_outputs; ++i) {
       outputs[i].nbDims = out[i].rank;
       std::copy(out[i].dims, out[i].dims + out[i].rank, outputs[i].d);
@@ -548,7 +581,8 @@ int32_t Plugin::getOutputShapes(const DimsExprs* inputs, int32_t nb_inputs, cons
   }
 }
 
-bool Plugin::supportsFormatCombination(int32_t pos, const DynamicPluginTensorDesc* in_out, int32_t nb_inputs, int32_t nb_outputs) noexcept {
+bool Plugin::supportsFormatCombination(int32_t pos, const DynamicPluginTensorDesc* in_out, int32_t nb_inputs,
+                                       int32_t nb_outputs) noexcept {
   if (!check_count(nb_inputs, nb_outputs).ok() || pos < 0 || pos >= nb_inputs + nb_outputs) return false;
   const PluginTensorDesc& desc = in_out[pos].desc;
   if (pos < nb_inputs && spec_.inputs[pos].optional && is_absent(desc.dims)) return true;
@@ -571,7 +605,8 @@ Status Plugin::translate(const PluginTensorDesc* inputs, int32_t nb_inputs, Argu
       if (!spec_.inputs[i].optional) return Status::invalid(spec_.inputs[i].name, "is missing");
       continue;
     }
-    if (!to_shape(inputs[i].dims, &arguments->inputs[i].shape)) return Status::invalid(spec_.inputs[i].name, "its shape is not known");
+    if (!to_shape(inputs[i].dims, &arguments->inputs[i].shape))
+      return Status::invalid(spec_.inputs[i].name, "its shape is not known");
     types[i] = arguments->inputs[i].dtype = dtype_of(inputs[i].type);
   }
   ORTPLUGINS_RETURN_IF_ERROR(check_types(types.data(), spec_.inputs.size()));
@@ -587,16 +622,19 @@ Status Plugin::translate(const PluginTensorDesc* inputs, int32_t nb_inputs, Argu
 
 Status Plugin::check_shapes(const PluginTensorDesc* inputs, int32_t nb_inputs, Arguments* arguments) const {
   ORTPLUGINS_RETURN_IF_ERROR(translate(inputs, nb_inputs, arguments));
-  int variant_id = 0;  // where there is no GPU, the processor's variants stand in: it is the op that looks at the arguments
+  // Where there is no GPU, the processor's variants stand in: it is the op that looks at the arguments.
+  int variant_id = 0;
   return op_.choose(arguments->bind(attrs_.data()), device_ == nullptr ? cpu_device() : *device_, &variant_id);
 }
 
-// --- Building: profiles, workspace, tactics -----------------------------------------------------------------------------
+// --- Building: profiles, workspace, tactics -------------------------------------------------------------------------
 
 template <class Visit>
 void Plugin::for_each_shape(const DynamicPluginTensorDesc* inputs, int32_t nb_inputs, const Visit& visit) const {
-  constexpr int kSteps = 8;  // between the smallest and the largest shape, since a kernel that splits its work may need most in between
-  const bool dynamic = std::any_of(inputs, inputs + nb_inputs, [](const DynamicPluginTensorDesc& in) { return is_dynamic(in.desc.dims); });
+  // Between the smallest and the largest shape, since a kernel that splits its work may need most in between.
+  constexpr int kSteps = 8;
+  const bool dynamic = std::any_of(inputs, inputs + nb_inputs,
+                                   [](const DynamicPluginTensorDesc& in) { return is_dynamic(in.desc.dims); });
   for (int step = 0; step <= (dynamic ? kSteps + 1 : 0); ++step) {
     std::array<PluginTensorDesc, kMaxInputs> descs{};
     for (int32_t i = 0; i < nb_inputs; ++i) {
@@ -615,21 +653,23 @@ void Plugin::for_each_shape(const DynamicPluginTensorDesc* inputs, int32_t nb_in
   }
 }
 
-int64_t Plugin::largest_workspace(const DynamicPluginTensorDesc* inputs, int32_t nb_inputs, const DeviceInfo& device) const {
+int64_t Plugin::largest_workspace(const DynamicPluginTensorDesc* inputs, int32_t nb_inputs,
+                                  const DeviceInfo& device) const {
   int64_t largest = 0;
   for_each_shape(inputs, nb_inputs, [&](const Status& status, Arguments& arguments) {
     if (!status.ok()) return;
     for (const VariantInfo& variant : op_.variants) {
       int64_t bytes = 0;
       if (variant.device != DeviceKind::kCuda) continue;
-      if (op_.workspace_bytes(arguments.bind(attrs_.data()), device, variant.id, &bytes).ok()) largest = std::max(largest, bytes);
+      if (op_.workspace_bytes(arguments.bind(attrs_.data()), device, variant.id, &bytes).ok())
+        largest = std::max(largest, bytes);
     }
   });
   return largest;
 }
 
-int32_t Plugin::configurePlugin(const DynamicPluginTensorDesc* inputs, int32_t nb_inputs, const DynamicPluginTensorDesc* /*outputs*/,
-                                int32_t nb_outputs) noexcept {
+int32_t Plugin::configurePlugin(const DynamicPluginTensorDesc* inputs, int32_t nb_inputs,
+                                const DynamicPluginTensorDesc* /*outputs*/, int32_t nb_outputs) noexcept {
   try {
     if (const Status status = check_count(nb_inputs, nb_outputs); !status.ok()) return fail(status);
     device_ = current_device();
@@ -662,7 +702,8 @@ int32_t Plugin::configurePlugin(const DynamicPluginTensorDesc* inputs, int32_t n
       if (!to_shape(dynamic ? inputs[i].max : inputs[i].desc.dims, &profile.max[i])) profile.max[i].rank = -1;
     }
     profile.workspace_bytes = device_ == nullptr ? 0 : largest_workspace(inputs, nb_inputs, *device_);
-    const auto known = std::find_if(profiles_.begin(), profiles_.end(), [&](const Profile& p) { return p.same_shapes(profile); });
+    const auto known =
+        std::find_if(profiles_.begin(), profiles_.end(), [&](const Profile& p) { return p.same_shapes(profile); });
     if (known == profiles_.end()) {
       profiles_.push_back(profile);
     } else {
@@ -674,8 +715,8 @@ int32_t Plugin::configurePlugin(const DynamicPluginTensorDesc* inputs, int32_t n
   }
 }
 
-size_t Plugin::getWorkspaceSize(const DynamicPluginTensorDesc* inputs, int32_t nb_inputs, const DynamicPluginTensorDesc* /*outputs*/,
-                                int32_t nb_outputs) const noexcept {
+size_t Plugin::getWorkspaceSize(const DynamicPluginTensorDesc* inputs, int32_t nb_inputs,
+                                const DynamicPluginTensorDesc* /*outputs*/, int32_t nb_outputs) const noexcept {
   try {
     const DeviceInfo* device = device_ == nullptr ? current_device() : device_;
     if (device == nullptr || !check_count(nb_inputs, nb_outputs).ok()) return 0;
@@ -692,10 +733,11 @@ int32_t Plugin::getValidTactics(int32_t* tactics, int32_t nb_tactics) noexcept {
   return 0;
 }
 
-// --- Running ------------------------------------------------------------------------------------------------------------
+// --- Running --------------------------------------------------------------------------------------------------------
 
 int32_t Plugin::setTactic(int32_t tactic) noexcept {
-  const auto known = std::any_of(op_.variants.begin(), op_.variants.end(), [&](const VariantInfo& v) { return v.id == tactic; });
+  const auto known =
+      std::any_of(op_.variants.begin(), op_.variants.end(), [&](const VariantInfo& v) { return v.id == tactic; });
   if (tactic != 0 && !known) {
     try {
       log(Severity::kWARNING, std::string(spec_.name) + ": this build has no variant " + std::to_string(tactic) +
@@ -707,7 +749,8 @@ int32_t Plugin::setTactic(int32_t tactic) noexcept {
   return 0;
 }
 
-int32_t Plugin::onShapeChange(const PluginTensorDesc* inputs, int32_t nb_inputs, const PluginTensorDesc* /*outputs*/, int32_t nb_outputs) noexcept {
+int32_t Plugin::onShapeChange(const PluginTensorDesc* inputs, int32_t nb_inputs, const PluginTensorDesc* /*outputs*/,
+                              int32_t nb_outputs) noexcept {
   try {
     if (const Status status = check_count(nb_inputs, nb_outputs); !status.ok()) return fail(status);
     if (device_ == nullptr) device_ = current_device();
@@ -716,7 +759,8 @@ int32_t Plugin::onShapeChange(const PluginTensorDesc* inputs, int32_t nb_inputs,
     if (const Status status = check_shapes(inputs, nb_inputs, &arguments); !status.ok()) return fail(status);
     if (device_ == nullptr) return 0;  // `enqueue` says so, should it come to that
     int variant_id = 0;
-    const Status status = pick_variant(arguments.bind(attrs_.data()), *device_, workspace_limit(arguments), &variant_id);
+    const Status status =
+        pick_variant(arguments.bind(attrs_.data()), *device_, workspace_limit(arguments), &variant_id);
     return status.ok() ? 0 : fail(status);
   } catch (const std::exception& e) {
     return fail(e.what());
@@ -743,14 +787,17 @@ Status Plugin::pick_variant(const OpArgs& args, const DeviceInfo& device, int64_
     *variant_id = variant.id;
     if (variant.device == device.kind && fits(variant.id)) return {};
   }
-  return Status::unsupported("workspace", "every variant needs more than the {} bytes that the engine reserved", {limit});
+  return Status::unsupported("workspace", "every variant needs more than the {} bytes that the engine reserved",
+                             {limit});
 }
 
-int32_t Plugin::enqueue(const PluginTensorDesc* input_descs, const PluginTensorDesc* /*output_descs*/, const void* const* inputs,
-                        void* const* outputs, void* workspace, cudaStream_t stream) noexcept {
+int32_t Plugin::enqueue(const PluginTensorDesc* input_descs, const PluginTensorDesc* /*output_descs*/,
+                        const void* const* inputs, void* const* outputs, void* workspace,
+                        cudaStream_t stream) noexcept {
   try {
     if (device_ == nullptr) device_ = current_device();
-    if (device_ == nullptr) return fail(ORTPLUGINS_WITH_CUDA ? "there is no CUDA device" : "this library was built without CUDA kernels");
+    if (device_ == nullptr)
+      return fail(ORTPLUGINS_WITH_CUDA ? "there is no CUDA device" : "this library was built without CUDA kernels");
     Arguments arguments;
     if (const Status status = translate(input_descs, input_count_, &arguments); !status.ok()) return fail(status);
     for (int i = 0; i < input_count_; ++i) arguments.inputs[i].data = const_cast<void*>(inputs[i]);  // only read
@@ -771,7 +818,7 @@ int32_t Plugin::enqueue(const PluginTensorDesc* input_descs, const PluginTensorD
   }
 }
 
-// --- The creator --------------------------------------------------------------------------------------------------------
+// --- The creator ----------------------------------------------------------------------------------------------------
 
 class Creator final : public IPluginCreatorV3One {
  public:
@@ -789,7 +836,8 @@ class Creator final : public IPluginCreatorV3One {
     collection_ = {static_cast<int32_t>(fields_.size()), fields_.data()};
   }
 
-  IPluginV3* createPlugin(const char* name, const PluginFieldCollection* fields, TensorRTPhase phase) noexcept override {
+  IPluginV3* createPlugin(const char* name, const PluginFieldCollection* fields,
+                          TensorRTPhase phase) noexcept override {
     try {
       auto plugin = std::make_unique<Plugin>(op_, name == nullptr ? "" : name);
       return plugin->read_fields(fields, phase) ? plugin.release() : nullptr;

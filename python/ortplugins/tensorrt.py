@@ -1,7 +1,7 @@
 """Finding the TensorRT plugin library and registering its plugins.
 
-Every op of the package is a plugin in namespace ``ortplugins``. A model that :func:`ortplugins.rewrite` wrote names them on
-its nodes, so that TensorRT's ONNX parser finds them as soon as they are registered::
+Every op of the package is a plugin in namespace ``ortplugins``. A model that :func:`ortplugins.rewrite` wrote names
+them on its nodes, so that TensorRT's ONNX parser finds them as soon as they are registered::
 
     import tensorrt as trt
     import ortplugins.tensorrt
@@ -10,8 +10,8 @@ its nodes, so that TensorRT's ONNX parser finds them as soon as they are registe
     parser = trt.OnnxParser(network, logger)
     parser.parse_from_file("model.ortplugins.onnx")
 
-The module works with ``tensorrt``, ``tensorrt_lean`` and ``tensorrt_dispatch`` from version 10 on, and imports none of them
-unless it is asked to register.
+The module works with ``tensorrt``, ``tensorrt_lean`` and ``tensorrt_dispatch`` from version 10 on, and imports none of
+them unless it is asked to register.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ def get_library_path() -> str:
     path = LIBRARY_FOLDER / "libortplugins_tensorrt.so"
     if not path.is_file():
         raise LibraryNotFoundError(
-            f"the TensorRT plugin library is missing at {path}; it is built together with the CUDA kernels, where a CUDA compiler is found"
+            f"the TensorRT plugin library is missing at {path}; it is built together with the CUDA kernels, where a "
+            "CUDA compiler is found"
         )
     return str(path)
 
@@ -62,9 +63,14 @@ def _import_tensorrt() -> ModuleType:
             continue
         version = str(getattr(module, "__version__", ""))
         if not version.split(".")[0].isdecimal() or int(version.split(".")[0]) < MINIMUM_TENSORRT:
-            raise RuntimeMismatchError(f"ortplugins needs TensorRT {MINIMUM_TENSORRT} or newer, but {name} is TensorRT {version or 'of unknown version'}")
+            raise RuntimeMismatchError(
+                f"ortplugins needs TensorRT {MINIMUM_TENSORRT} or newer, but {name} is TensorRT "
+                f"{version or 'of unknown version'}"
+            )
         return module
-    raise RuntimeMismatchError(f"none of {', '.join(_MODULES)} can be imported; install TensorRT with `pip install tensorrt`")
+    raise RuntimeMismatchError(
+        f"none of {', '.join(_MODULES)} can be imported; install TensorRT with `pip install tensorrt`"
+    )
 
 
 def _registered(registry: Any) -> set[tuple[str, str, str]]:
@@ -80,13 +86,13 @@ def _registered(registry: Any) -> set[tuple[str, str, str]]:
 def register(registry: Any = None) -> None:
     """Makes the plugins known to TensorRT, for parsing models and for loading engines that contain them.
 
-    ``registry`` is a ``trt.IPluginRegistry``, for instance a runtime's ``get_plugin_registry()``; None stands for the global
-    one, of the TensorRT module that is imported already or else of the first that is installed.
+    ``registry`` is a ``trt.IPluginRegistry``, for instance a runtime's ``get_plugin_registry()``; None stands for the
+    global one, of the TensorRT module that is imported already or else of the first that is installed.
 
     Harmless when the plugins are registered already, in whichever way the library was loaded.
 
-    Raises RuntimeMismatchError when there is no TensorRT or one too old, LibraryNotFoundError when the library is missing and
-    OrtPluginsError when TensorRT does not load it.
+    Raises RuntimeMismatchError when there is no TensorRT or one too old, LibraryNotFoundError when the library is
+    missing and OrtPluginsError when TensorRT does not load it.
     """
     path = get_library_path()
     if registry is None:
@@ -99,7 +105,9 @@ def register(registry: Any = None) -> None:
         return
     if present & wanted:
         names = ", ".join(sorted(name for name, _, _ in present & wanted))
-        raise OrtPluginsError(f"TensorRT's registry has {names} from another version of ortplugins; load one version only")
+        raise OrtPluginsError(
+            f"TensorRT's registry has {names} from another version of ortplugins; load one version only"
+        )
     handle = registry.load_library(path)
     if handle is None or not wanted <= _registered(registry):
         raise OrtPluginsError(f"TensorRT could not load {path}; its log says why")

@@ -1,31 +1,32 @@
-// A host for TensorRT plugins: makes the calls that TensorRT makes on an IPluginV3, in the order in which it makes them, so
-// that plugins can be tested where no TensorRT builder is. Python module `_plugin_host`.
+// A host for TensorRT plugins: makes the calls that TensorRT makes on an IPluginV3, in the order in which it makes
+// them, so that plugins can be tested where no TensorRT builder is. Python module `_plugin_host`.
 //
-// What is assumed about the order, and where it comes from (NvInferRuntime.h of TensorRT 10.14 unless it says otherwise):
+// What is assumed about the order, and where it comes from (NvInferRuntime.h of TensorRT 10.14 where no other source is
+// given):
 //
 //   building
 //     1. The parser calls IPluginCreatorV3One::createPlugin in phase kBUILD with those attributes of the node that
-//        getFieldNames lists (onnx-tensorrt, importFallbackPluginImporter), and adds the plugin to the network, which works
-//        on a clone: the header leaves the deletion of the plugin to who created it.
-//     2. getNbOutputs, getOutputDataTypes and getOutputShapes, when the shapes of the network are worked out. Expressions
-//        live until getOutputShapes returns (IExprBuilder).
+//        getFieldNames lists (onnx-tensorrt, importFallbackPluginImporter), and adds the plugin to the network. That
+//        works on a clone: the header leaves the deletion of the plugin to who created it.
+//     2. getNbOutputs, getOutputDataTypes and getOutputShapes, when the shapes of the network are worked out.
+//        Expressions live until getOutputShapes returns (IExprBuilder).
 //     3. supportsFormatCombination for pos = 0, 1, ...; entries beyond pos are not valid, those before it hold what the
-//        plugin agreed to. An input that the node leaves out is shown with rank -1; this is an assumption only, see below.
-//     4. For each profile: configurePlugin, where desc.dims is -1 in each dynamic dimension, and min, opt and max are the
-//        profile's (configurePlugin). Then getWorkspaceSize ("called after the plugin is configured") and getNbTactics and
+//        plugin agreed to.
+//     4. For each profile: configurePlugin, where desc.dims is -1 in each dynamic dimension, and min, opt and max are
+//        the profile's. Then getWorkspaceSize ("called after the plugin is configured"), getNbTactics and
 //        getValidTactics ("guaranteed to be called after configurePlugin").
-//     5. For each tactic, to time it: setTactic, onShapeChange with the opt shapes ("IBuilder will call this function once
-//        per profile"), and enqueue. A plugin with one tactic may not be timed.
-//     6. setTactic with the winner, and getFieldsToSerialize. The same plugin object was configured before, as NVIDIA's own
-//        plugins rely on (bertQKVToContextPlugin writes what configurePlugin found out).
+//     5. For each tactic, to time it: setTactic, onShapeChange with the opt shapes ("IBuilder will call this function
+//        once per profile"), and enqueue. A plugin with one tactic may not be timed.
+//     6. setTactic with the winner, and getFieldsToSerialize, on the plugin that was configured. NVIDIA's own plugins
+//        rely on that: bertQKVToContextPlugin writes what configurePlugin found out.
 //   running
-//     7. createPlugin in phase kRUNTIME with the serialised fields; their data may lie at any address. setTactic.
+//     7. createPlugin in phase kRUNTIME with the serialised fields, whose data may lie at any address. setTactic.
 //     8. attachToContext for each execution context. Contexts run at the same time, each on a stream of its own.
-//     9. onShapeChange before the first enqueue and after each change of shapes, then enqueue any number of times, directly
-//        or while the stream is captured into a graph.
+//     9. onShapeChange before the first enqueue and after each change of shapes, then enqueue any number of times,
+//        directly or while the stream is captured into a graph.
 //
-// The headers do not say how an input that is left out in the middle of the list looks to a plugin. Rank -1 is TensorRT's
-// mark for an invalid Dims; at the end of the list the input is simply missing.
+// The headers do not say how an input that is left out in the middle of the list looks to a plugin. It is shown here
+// with rank -1, TensorRT's mark for Dims that are not valid. At the end of the list the input is simply missing.
 #include <NvInfer.h>
 #include <dlfcn.h>
 #include <pybind11/numpy.h>
@@ -59,9 +60,10 @@ void check(bool ok, const char* what) {
   if (!ok) fail(what);
 }
 
-const std::map<std::string, DataType> kTypes = {{"float32", DataType::kFLOAT}, {"float16", DataType::kHALF},   {"bfloat16", DataType::kBF16},
-                                                {"bool", DataType::kBOOL},     {"int64", DataType::kINT64},    {"int32", DataType::kINT32},
-                                                {"int8", DataType::kINT8},     {"uint8", DataType::kUINT8},    {"fp8", DataType::kFP8}};
+const std::map<std::string, DataType> kTypes = {
+    {"float32", DataType::kFLOAT}, {"float16", DataType::kHALF}, {"bfloat16", DataType::kBF16},
+    {"bool", DataType::kBOOL},     {"int64", DataType::kINT64},  {"int32", DataType::kINT32},
+    {"int8", DataType::kINT8},     {"uint8", DataType::kUINT8},  {"fp8", DataType::kFP8}};
 
 DataType type_named(const std::string& name) {
   const auto it = kTypes.find(name);
@@ -107,13 +109,14 @@ Dims absent_dims() {
   return dims;
 }
 
-// --- Symbolic shapes ------------------------------------------------------------------------------------------------------
+// --- Symbolic shapes ------------------------------------------------------------------------------------------------
 
 // A size as an expression over the dynamic dimensions of the inputs, which are numbered.
 class Expr final : public IDimensionExpr, public apiv::VDimensionExpr {
  public:
   enum class Kind { kConstant, kSymbol, kOperation };
-  Expr(Kind kind, int64_t value, DimensionOperation op = DimensionOperation::kSUM, const Expr* first = nullptr, const Expr* second = nullptr)
+  Expr(Kind kind, int64_t value, DimensionOperation op = DimensionOperation::kSUM, const Expr* first = nullptr,
+       const Expr* second = nullptr)
       : kind_(kind), value_(value), op_(op), first_(first), second_(second) {
     mImpl = this;
   }
@@ -167,20 +170,25 @@ class ExprBuilder final : public IExprBuilder, public apiv::VExprBuilder {
  public:
   ExprBuilder() { mImpl = this; }
   const Expr* symbol(int64_t number) { return &expressions_.emplace_back(Expr::Kind::kSymbol, number); }
-  const IDimensionExpr* constant(int64_t value) override { return &expressions_.emplace_back(Expr::Kind::kConstant, value); }
-  const IDimensionExpr* operation(DimensionOperation op, const IDimensionExpr& first, const IDimensionExpr& second) override {
+  const IDimensionExpr* constant(int64_t value) override {
+    return &expressions_.emplace_back(Expr::Kind::kConstant, value);
+  }
+  const IDimensionExpr* operation(DimensionOperation op, const IDimensionExpr& first,
+                                  const IDimensionExpr& second) override {
     const auto& a = static_cast<const Expr&>(first);
     const auto& b = static_cast<const Expr&>(second);
     if (a.Expr::isConstant() && b.Expr::isConstant()) return constant(Expr::apply(op, a.evaluate({}), b.evaluate({})));
     return &expressions_.emplace_back(Expr::Kind::kOperation, 0, op, &a, &b);
   }
-  const IDimensionExpr* declareSizeTensor(int32_t, const IDimensionExpr&, const IDimensionExpr&) override { return nullptr; }
+  const IDimensionExpr* declareSizeTensor(int32_t, const IDimensionExpr&, const IDimensionExpr&) override {
+    return nullptr;
+  }
 
  private:
   std::deque<Expr> expressions_;
 };
 
-// --- Fields ---------------------------------------------------------------------------------------------------------------
+// --- Fields ---------------------------------------------------------------------------------------------------------
 
 // name, PluginFieldType, bytes, number of entries
 using FieldTuple = std::tuple<std::string, int, py::bytes, int>;
@@ -225,13 +233,14 @@ std::vector<FieldTuple> copy_fields(const PluginFieldCollection* collection) {
   std::vector<FieldTuple> tuples;
   for (int32_t i = 0; i < collection->nbFields; ++i) {
     const PluginField& f = collection->fields[i];
-    tuples.emplace_back(f.name, static_cast<int>(f.type), py::bytes(static_cast<const char*>(f.data), static_cast<size_t>(size_of(f.type) * f.length)),
+    tuples.emplace_back(f.name, static_cast<int>(f.type),
+                        py::bytes(static_cast<const char*>(f.data), static_cast<size_t>(size_of(f.type) * f.length)),
                         f.length);
   }
   return tuples;
 }
 
-// --- Creators and plugins ---------------------------------------------------------------------------------------------------
+// --- Creators and plugins -------------------------------------------------------------------------------------------
 
 IPluginCreatorV3One* creator_in_library(const std::string& path, const std::string& name) {
   void* library = dlopen(path.c_str(), RTLD_NOW);
@@ -249,7 +258,8 @@ IPluginCreatorV3One* creator_in_library(const std::string& path, const std::stri
 }
 
 // From the registry of the TensorRT library at `path`, which is loaded already.
-IPluginCreatorV3One* creator_in_registry(const std::string& path, const std::string& name, const std::string& version, const std::string& ns) {
+IPluginCreatorV3One* creator_in_registry(const std::string& path, const std::string& name, const std::string& version,
+                                         const std::string& ns) {
   void* library = dlopen(path.c_str(), RTLD_NOW | RTLD_NOLOAD);
   check(library != nullptr, "that TensorRT library is not loaded");
   void* registry = reinterpret_cast<void* (*)()>(dlsym(library, "getPluginRegistry"))();
@@ -271,15 +281,21 @@ Capability& capability(IPluginV3& plugin, PluginCapabilityType type) {
   check(interface != nullptr, "a capability is missing");
   return static_cast<Capability&>(*interface);
 }
-IPluginV3OneBuild& build_of(IPluginV3& plugin) { return capability<IPluginV3OneBuild>(plugin, PluginCapabilityType::kBUILD); }
-IPluginV3OneRuntime& runtime_of(IPluginV3& plugin) { return capability<IPluginV3OneRuntime>(plugin, PluginCapabilityType::kRUNTIME); }
+IPluginV3OneBuild& build_of(IPluginV3& plugin) {
+  return capability<IPluginV3OneBuild>(plugin, PluginCapabilityType::kBUILD);
+}
+IPluginV3OneRuntime& runtime_of(IPluginV3& plugin) {
+  return capability<IPluginV3OneRuntime>(plugin, PluginCapabilityType::kRUNTIME);
+}
 
-PluginPtr create(IPluginCreatorV3One& creator, const std::string& node, const std::vector<FieldTuple>& tuples, TensorRTPhase phase) {
+PluginPtr create(IPluginCreatorV3One& creator, const std::string& node, const std::vector<FieldTuple>& tuples,
+                 TensorRTPhase phase) {
   const Fields fields(tuples);
   PluginPtr plugin(creator.createPlugin(node.c_str(), &fields.collection, phase));
   if (plugin == nullptr) return nullptr;
   const auto& core = capability<IPluginV3OneCore>(*plugin, PluginCapabilityType::kCORE);
-  check(std::strcmp(core.getPluginName(), creator.getPluginName()) == 0 && std::strcmp(core.getPluginVersion(), creator.getPluginVersion()) == 0 &&
+  check(std::strcmp(core.getPluginName(), creator.getPluginName()) == 0 &&
+            std::strcmp(core.getPluginVersion(), creator.getPluginVersion()) == 0 &&
             std::strcmp(core.getPluginNamespace(), creator.getPluginNamespace()) == 0,
         "the plugin and its creator disagree about their name");
   PluginPtr clone(plugin->clone());
@@ -287,7 +303,7 @@ PluginPtr create(IPluginCreatorV3One& creator, const std::string& node, const st
   return clone;  // the original goes
 }
 
-// --- Building ---------------------------------------------------------------------------------------------------------------
+// --- Building -------------------------------------------------------------------------------------------------------
 
 // Type and the shapes of a profile; None for an input that the node leaves out.
 using InputTuple = std::optional<std::tuple<std::string, Shape, Shape, Shape>>;
@@ -342,7 +358,8 @@ class Builder {
     check(plugin_ != nullptr, "createPlugin returned null");
   }
 
-  // Output types and, at the smallest, best-tuned and largest inputs, output shapes; the shapes in between follow `dims`.
+  // Output types and, at the smallest, best-tuned and largest inputs, output shapes; the shapes in between follow
+  // `dims`.
   py::dict shapes(const std::vector<InputTuple>& tuples) {
     const std::vector<Input> inputs = inputs_of(tuples);
     IPluginV3OneBuild& build = build_of(*plugin_);
@@ -351,7 +368,8 @@ class Builder {
 
     std::vector<DataType> in_types, out_types(static_cast<size_t>(nb_outputs), static_cast<DataType>(-1));
     for (const Input& input : inputs) in_types.push_back(input.type);
-    check(build.getOutputDataTypes(out_types.data(), nb_outputs, in_types.data(), nb_inputs) == 0, "getOutputDataTypes failed");
+    check(build.getOutputDataTypes(out_types.data(), nb_outputs, in_types.data(), nb_inputs) == 0,
+          "getOutputDataTypes failed");
 
     ExprBuilder builder;
     std::vector<DimsExprs> in(inputs.size()), out(static_cast<size_t>(nb_outputs));
@@ -370,7 +388,8 @@ class Builder {
       }
     }
     for (DimsExprs& o : out) o.nbDims = -77;
-    check(build.getOutputShapes(in.data(), nb_inputs, nullptr, 0, out.data(), nb_outputs, builder) == 0, "getOutputShapes failed");
+    check(build.getOutputShapes(in.data(), nb_inputs, nullptr, 0, out.data(), nb_outputs, builder) == 0,
+          "getOutputShapes failed");
 
     const auto evaluate = [&](const Shape& symbols) {
       std::vector<Shape> shapes;
@@ -396,7 +415,8 @@ class Builder {
     return result;
   }
 
-  // The combinations that the plugin accepts, found position by position as TensorRT does: lists of (type, format number).
+  // The combinations that the plugin accepts, found position by position as TensorRT does: lists of (type, format
+  // number).
   std::vector<std::vector<std::pair<std::string, int>>> combinations(const std::vector<InputTuple>& tuples) {
     const std::vector<Input> inputs = inputs_of(tuples);
     IPluginV3OneBuild& build = build_of(*plugin_);
@@ -406,12 +426,14 @@ class Builder {
     const auto visit = [&](auto&& self, int32_t pos) -> void {
       if (pos == nb_inputs + nb_outputs) {
         auto& combination = found.emplace_back();
-        for (const DynamicPluginTensorDesc& d : descs) combination.emplace_back(name_of(d.desc.type), static_cast<int>(d.desc.format));
+        for (const DynamicPluginTensorDesc& d : descs)
+          combination.emplace_back(name_of(d.desc.type), static_cast<int>(d.desc.format));
         return;
       }
       if (pos < nb_inputs && !inputs[pos].present) {
         descs[pos] = dynamic_desc(inputs[pos]);
-        check(build.supportsFormatCombination(pos, descs.data(), nb_inputs, nb_outputs), "an input that is left out was refused");
+        check(build.supportsFormatCombination(pos, descs.data(), nb_inputs, nb_outputs),
+              "an input that is left out was refused");
         self(self, pos + 1);
       } else {
         for (const auto& [name, type] : kTypes) {
@@ -436,18 +458,21 @@ class Builder {
     IPluginV3OneBuild& build = build_of(*plugin_);
     std::vector<DynamicPluginTensorDesc> in, out;
     for (const Input& input : inputs) in.push_back(dynamic_desc(input));
-    for (size_t i = 0; i < out_types_.size(); ++i) out.push_back(dynamic_desc({true, out_types_[i], out_min_[i], out_opt_[i], out_max_[i]}));
+    for (size_t i = 0; i < out_types_.size(); ++i)
+      out.push_back(dynamic_desc({true, out_types_[i], out_min_[i], out_opt_[i], out_max_[i]}));
     for (size_t i = 0; i < in.size(); ++i) {  // the types of the network must be among those that the plugin accepts
       std::vector<DynamicPluginTensorDesc> descs(in.size() + out.size(), poisoned_desc());
       std::copy(in.begin(), in.begin() + static_cast<ptrdiff_t>(i) + 1, descs.begin());
-      check(build.supportsFormatCombination(static_cast<int32_t>(i), descs.data(), static_cast<int32_t>(in.size()), static_cast<int32_t>(out.size())),
+      check(build.supportsFormatCombination(static_cast<int32_t>(i), descs.data(), static_cast<int32_t>(in.size()),
+                                            static_cast<int32_t>(out.size())),
             "supportsFormatCombination refused the types");
     }
     const auto nb_in = static_cast<int32_t>(in.size()), nb_out = static_cast<int32_t>(out.size());
     check(build.configurePlugin(in.data(), nb_in, out.data(), nb_out) == 0, "configurePlugin failed");
     const size_t workspace = build.getWorkspaceSize(in.data(), nb_in, out.data(), nb_out);
     std::vector<int32_t> tactics(static_cast<size_t>(build.getNbTactics()));
-    check(tactics.empty() || build.getValidTactics(tactics.data(), static_cast<int32_t>(tactics.size())) == 0, "getValidTactics failed");
+    check(tactics.empty() || build.getValidTactics(tactics.data(), static_cast<int32_t>(tactics.size())) == 0,
+          "getValidTactics failed");
     return {static_cast<int64_t>(workspace), tactics};
   }
 
@@ -469,7 +494,7 @@ class Builder {
   std::vector<Shape> out_min_, out_opt_, out_max_;
 };
 
-// --- Running ----------------------------------------------------------------------------------------------------------------
+// --- Running --------------------------------------------------------------------------------------------------------
 
 class ResourceContext final : public IPluginResourceContext {
  public:
@@ -549,7 +574,9 @@ class Buffer {
 // An execution context: the attached plugin, a stream, and memory for one set of shapes.
 class Context {
  public:
-  explicit Context(Engine& engine) : plugin_(engine.attach(&resources_)) { check(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking), "cudaStreamCreate"); }
+  explicit Context(Engine& engine) : plugin_(engine.attach(&resources_)) {
+    check(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking), "cudaStreamCreate");
+  }
   Context(const Context&) = delete;
   Context& operator=(const Context&) = delete;
   ~Context() {
@@ -568,21 +595,23 @@ class Context {
     for (size_t i = 0; i < inputs.size(); ++i) in_.push_back(buffer_for(inputs[i], in_descs_[i]));
     for (size_t i = 0; i < outputs.size(); ++i) out_.push_back(buffer_for(outputs[i], out_descs_[i]));
     workspace_ = std::make_unique<Buffer>(workspace_bytes);
-    check(runtime_of(*plugin_).onShapeChange(in_descs_.data(), static_cast<int32_t>(in_descs_.size()), out_descs_.data(),
-                                             static_cast<int32_t>(out_descs_.size())) == 0,
+    check(runtime_of(*plugin_).onShapeChange(in_descs_.data(), static_cast<int32_t>(in_descs_.size()),
+                                             out_descs_.data(), static_cast<int32_t>(out_descs_.size())) == 0,
           "onShapeChange failed");
   }
 
   void write(size_t input, const py::bytes& bytes) {
     const std::string_view view = bytes;
     check(in_.at(input) != nullptr && view.size() == in_[input]->bytes(), "wrong number of bytes for this input");
-    check(cudaMemcpyAsync(in_[input]->data(), view.data(), view.size(), cudaMemcpyHostToDevice, stream_), "cudaMemcpyAsync");
+    check(cudaMemcpyAsync(in_[input]->data(), view.data(), view.size(), cudaMemcpyHostToDevice, stream_),
+          "cudaMemcpyAsync");
     check(cudaStreamSynchronize(stream_), "cudaStreamSynchronize");
   }
 
   // Outputs and workspace hold bytes of all ones, NaN in every float type, before the plugin runs.
   void poison() {
-    for (const auto& buffer : out_) check(cudaMemsetAsync(buffer->data(), 0xFF, buffer->bytes(), stream_), "cudaMemsetAsync");
+    for (const auto& buffer : out_)
+      check(cudaMemsetAsync(buffer->data(), 0xFF, buffer->bytes(), stream_), "cudaMemsetAsync");
     check(cudaMemsetAsync(workspace_->data(), 0xFF, workspace_->bytes(), stream_), "cudaMemsetAsync");
   }
 
@@ -592,7 +621,9 @@ class Context {
     for (const auto& b : in_) in.push_back(b == nullptr ? nullptr : b->data());
     for (const auto& b : out_) out.push_back(b == nullptr ? nullptr : b->data());
     void* workspace = workspace_->bytes() == 0 ? nullptr : workspace_->data();
-    check(runtime_of(*plugin_).enqueue(in_descs_.data(), out_descs_.data(), in.data(), out.data(), workspace, stream_) == 0, "enqueue failed");
+    check(runtime_of(*plugin_).enqueue(in_descs_.data(), out_descs_.data(), in.data(), out.data(), workspace,
+                                       stream_) == 0,
+          "enqueue failed");
   }
 
   // Captures one enqueue. Anything that is not allowed during a capture, on whatever stream, makes it fail.
@@ -680,15 +711,17 @@ PYBIND11_MODULE(_plugin_host, m) {
   m.attr("with_cuda") = static_cast<bool>(ORTPLUGINS_WITH_CUDA);
 
   py::class_<CreatorHandle>(m, "Creator")
-      .def_static("in_library", [](const std::string& path, const std::string& name) { return CreatorHandle{creator_in_library(path, name)}; })
-      .def_static("in_registry", [](const std::string& path, const std::string& name, const std::string& version, const std::string& ns) {
-        return CreatorHandle{creator_in_registry(path, name, version, ns)};
-      })
+      .def_static("in_library", [](const std::string& path,
+                                   const std::string& name) { return CreatorHandle{creator_in_library(path, name)}; })
+      .def_static("in_registry",
+                  [](const std::string& path, const std::string& name, const std::string& version,
+                     const std::string& ns) { return CreatorHandle{creator_in_registry(path, name, version, ns)}; })
       .def_property_readonly("name", [](const CreatorHandle& c) { return c.creator->getPluginName(); })
       .def_property_readonly("field_names", [](const CreatorHandle& c) {
         std::vector<std::pair<std::string, int>> names;
         const PluginFieldCollection* fields = c.creator->getFieldNames();
-        for (int32_t i = 0; i < fields->nbFields; ++i) names.emplace_back(fields->fields[i].name, static_cast<int>(fields->fields[i].type));
+        for (int32_t i = 0; i < fields->nbFields; ++i)
+          names.emplace_back(fields->fields[i].name, static_cast<int>(fields->fields[i].type));
         return names;
       });
   py::class_<Builder>(m, "Builder")
@@ -703,9 +736,8 @@ PYBIND11_MODULE(_plugin_host, m) {
       .def("serialize", &Builder::serialize)
       .def("serialize_clone", &Builder::serialize_clone);
   py::class_<Engine>(m, "Engine")
-      .def(py::init([](const CreatorHandle& c, const std::string& node, const std::vector<FieldTuple>& fields, int32_t tactic) {
-        return std::make_unique<Engine>(*c.creator, node, fields, tactic);
-      }))
+      .def(py::init([](const CreatorHandle& c, const std::string& node, const std::vector<FieldTuple>& fields,
+                       int32_t tactic) { return std::make_unique<Engine>(*c.creator, node, fields, tactic); }))
       .def("serialize", &Engine::serialize)
       .def("attach_twice", attach_twice);
 #if ORTPLUGINS_WITH_CUDA
