@@ -58,12 +58,12 @@ stages=("$@")
 for s in "${stages[@]}"; do
   case $s in
     build) stage build configure_and_build || exit 1 ;;
-    test) stage test "$PYTHON" -m pytest -q --maxfail=60 -n 8 -m gpu -p no:cacheprovider tests/test_softmax.py tests/test_gemm.py tests/test_attention.py ;;
-    ort) stage ort "$PYTHON" -m pytest -q --maxfail=40 -m gpu -p no:cacheprovider tests --ignore tests/test_softmax.py --ignore tests/test_gemm.py --ignore tests/test_attention.py ;;
+    test) stage test "$PYTHON" -m pytest -q --maxfail=60 -n 8 -m gpu -p no:cacheprovider tests/test_softmax.py tests/test_gemm.py tests/test_attention.py tests/test_layer_norm.py ;;
+    ort) stage ort "$PYTHON" -m pytest -q --maxfail=40 -m gpu -p no:cacheprovider tests --ignore tests/test_softmax.py --ignore tests/test_gemm.py --ignore tests/test_attention.py --ignore tests/test_layer_norm.py ;;
     sanitize)
       for tool in memcheck racecheck; do
         stage "sanitize-$tool" compute-sanitizer --tool "$tool" --error-exitcode 9 --target-processes all \
-          "$PYTHON" -m pytest -q -m "gpu and small" -p no:cacheprovider tests/test_softmax.py tests/test_gemm.py tests/test_attention.py
+          "$PYTHON" -m pytest -q -m "gpu and small" -p no:cacheprovider tests/test_softmax.py tests/test_gemm.py tests/test_attention.py tests/test_layer_norm.py
       done
       ;;
     bench:*) stage "bench-${s#bench:}" "$PYTHON" -m ortplugins.cli bench ${s#bench:} --provider cuda --json "$OUT/${s#bench:}.json" ;;

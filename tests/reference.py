@@ -148,3 +148,29 @@ def attention_reference(
     if rank == 3:
         y = y.reshape(batch, q_len, -1)
     return AttentionResult(y, present_k, present_v, largest_score)
+
+
+def layer_norm_reference(inputs: Sequence[np.ndarray | None], attrs: Mapping[str, Any] | None = None) -> tuple[np.ndarray, np.ndarray]:
+    """FusedLayerNorm of ``inputs``, in the order of the specification: ``y`` in float64, and ``sum``.
+
+    The sum is by definition made in float32 and rounded to the tensors' type; ``y`` is what follows from it exactly.
+    """
+    attrs = dict(attrs or {})
+    x, residual, gamma, beta, bias = [*inputs, *[None] * (5 - len(inputs))]
+    total = x.astype(np.float32)
+    for term in (bias, residual):
+        if term is not None:
+            total = total + term.astype(np.float32)
+    total = total.astype(x.dtype)
+    s = total.astype(np.float64)
+    axes = tuple(range(attrs.get("axis", -1) % x.ndim, x.ndim))
+    epsilon = float(np.float32(attrs.get("epsilon", 1e-5)))
+    with np.errstate(invalid="ignore", over="ignore", divide="ignore"):
+        if attrs.get("norm", "layer_norm") == "layer_norm":
+            s = s - s.mean(axis=axes, keepdims=True)
+        y = s / np.sqrt(np.mean(s * s, axis=axes, keepdims=True) + epsilon)
+    if gamma is not None:
+        y = y * gamma.astype(np.float64)
+    if beta is not None:
+        y = y + beta.astype(np.float64)
+    return y, total

@@ -145,7 +145,8 @@ def test_module_runs_as_a_program(tmp_path):
 
 def test_bench_measures_and_records(tmp_path, monkeypatch):
     attention = dict(WORKLOADS["attention"].cpu[0], batch=1, q_len=3, kv_len=5)
-    small = {"softmax": {"rows": 3, "cols": 17}, "gemm": {"m": 5, "n": 7, "k": 11}, "attention": attention}
+    small = {"softmax": {"rows": 3, "cols": 17}, "gemm": {"m": 5, "n": 7, "k": 11}, "attention": attention,
+             "layer_norm": {"rows": 3, "cols": 17, "residual": True}}
     for name, problem in small.items():
         monkeypatch.setitem(WORKLOADS, name, replace(WORKLOADS[name], cpu=[problem]))
     path = tmp_path / "bench.json"
@@ -161,7 +162,7 @@ def test_bench_measures_and_records(tmp_path, monkeypatch):
 
 def test_bench_refuses_an_unknown_op():
     status, output = run("bench", "convolution")
-    assert status == 2 and "there are softmax, gemm, attention" in output
+    assert status == 2 and "there are softmax, gemm, attention, layer_norm" in output
 
 
 @pytest.mark.parametrize("name", WORKLOADS)

@@ -280,6 +280,30 @@ ORTPLUGINS_SIMD float load_scalar(const float* p) { return *p; }
 ORTPLUGINS_SIMD float load_scalar(const Float16* p) { return load_tail(p, 1)[0]; }
 ORTPLUGINS_SIMD float load_scalar(const BFloat16* p) { return load_tail(p, 1)[0]; }
 
+// Loops whose last step is shorter: the first n lanes, kWidth in all other steps.
+template <class T>
+ORTPLUGINS_SIMD Float load_lanes(const T* p, int64_t n) {
+  return n == kWidth ? load(p) : load_tail(p, n);
+}
+template <class T>
+ORTPLUGINS_SIMD void store_lanes(T* p, Float v, int64_t n) {
+  if (n == kWidth) {
+    store(p, v);
+  } else {
+    store_tail(p, v, n);
+  }
+}
+
+// v as if it had been stored as T and loaded again.
+template <class T>
+Float round_to(Float v);
+template <>
+ORTPLUGINS_SIMD Float round_to<float>(Float v) { return v; }
+template <>
+ORTPLUGINS_SIMD Float round_to<Float16>(Float v) { return detail::from_float16(detail::to_float16(v)); }
+template <>
+ORTPLUGINS_SIMD Float round_to<BFloat16>(Float v) { return detail::from_bfloat16(detail::to_bfloat16(v)); }
+
 // Booleans, one byte each, as a mask; those from n on (at most kWidth) are false.
 ORTPLUGINS_SIMD Int load_bool(const bool* p, int64_t n = kWidth) {
 #if defined(__AVX512F__)

@@ -55,6 +55,13 @@ template <class T>
 __device__ __forceinline__ void store_pack(T* p, const Pack<T>& pack) {
   *reinterpret_cast<uint4*>(p) = *reinterpret_cast<const uint4*>(&pack);
 }
+// For memory that nobody writes while the kernel runs: such loads may move past stores.
+template <class T>
+__device__ __forceinline__ Pack<T> load_pack_readonly(const T* p) {
+  Pack<T> pack;
+  *reinterpret_cast<uint4*>(&pack) = __ldg(reinterpret_cast<const uint4*>(p));
+  return pack;
+}
 // Evict-first: for data that is touched once, so that it does not push out what is used again.
 template <class T>
 __device__ __forceinline__ Pack<T> load_pack_streaming(const T* p) {

@@ -302,7 +302,7 @@ def demo(output: Path | None, seconds: float, threads: int | None) -> None:
 @click.option("--digest", is_flag=True, help="Print the digest of the kernel sources and stop: of the source tree in the current "
               "folder, or else of those that the installed library was built from.")
 def bench(ops: tuple[str, ...], provider: str, json_path: Path | None, threads: int, seconds: float, digest: bool) -> None:
-    """Measure each OP (softmax, gemm, attention; all by default) against the best that is there without it.
+    """Measure each OP (softmax, gemm, attention, layer_norm; all by default) against the best that is there without it.
 
     Ours and its rivals run in the same process in alternation, after the result was checked against float64. On the CPU
     the rival is a session of stock nodes with the same number of threads.

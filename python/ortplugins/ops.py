@@ -211,7 +211,32 @@ FUSED_ATTENTION = OpSpec(
     "gives zeros. Query heads may be a multiple of key heads (grouped-query attention).",
 )
 
-OPS: tuple[OpSpec, ...] = (FUSED_SOFTMAX, FUSED_GEMM, FUSED_ATTENTION)
+FUSED_LAYER_NORM = OpSpec(
+    "FusedLayerNorm",
+    inputs=(
+        Tensor("x", "...", doc="Of any rank of at least 1."),
+        Tensor("residual", "...", optional=True, broadcast=True,
+               doc="Added to `x`: of its shape, or of its last dimensions, then the same for all dimensions before them."),
+        Tensor("gamma", "...", optional=True, broadcast=True, doc="Factor on the result, of the shape of the normalised dimensions; 1 when absent."),
+        Tensor("beta", "...", optional=True, broadcast=True, doc="Added to the result, of the shape of `gamma`; 0 when absent."),
+        Tensor("bias", "...", optional=True, broadcast=True, doc="Added to `x` before `residual`, of the shape of `gamma`."),
+    ),
+    outputs=(
+        Tensor("y", "..."),
+        Tensor("sum", "...", optional=True, doc="`x + bias + residual`."),
+    ),
+    attrs=(
+        Attr("norm", "string", "layer_norm", choices=("layer_norm", "rms_norm"),
+             doc="`layer_norm`: `(s - mean) / sqrt(variance + epsilon)`. `rms_norm`: `s / sqrt(mean of s^2 + epsilon)`."),
+        Attr("axis", "int", -1, doc="The first normalised dimension; all from it on are normalised together. Negative counts from the end."),
+        Attr("epsilon", "float", 1e-5, doc="Added to the variance (the mean square)."),
+    ),
+    doc="`norm(s) * gamma + beta` with `s = x + bias + residual`. All arithmetic is float32. Half types are rounded twice: "
+    "`s`, so that `y` is the normalised `sum` whether or not that is asked for, and `y`; `norm(s)` is not rounded before "
+    "`gamma`. A row of equal values gives exactly `beta` under `layer_norm` if `epsilon` is positive.",
+)
+
+OPS: tuple[OpSpec, ...] = (FUSED_SOFTMAX, FUSED_GEMM, FUSED_ATTENTION, FUSED_LAYER_NORM)
 """Every operator of the package."""
 
 

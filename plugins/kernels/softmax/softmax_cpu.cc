@@ -22,6 +22,8 @@ using simd::Float;
 using simd::Int;
 using simd::kInfinity;
 using simd::kWidth;
+using simd::load_lanes;
+using simd::store_lanes;
 
 constexpr int64_t kBufferCols = 4096;    // 16 KiB: half of the smallest L1
 constexpr int64_t kBlockCols = 2048;     // of a longer row
@@ -34,20 +36,6 @@ enum class Mask : uint8_t { kNone, kAdditive, kBool };
 
 template <class T, Mask kMask>
 using MaskElement = std::conditional_t<kMask == Mask::kBool, bool, T>;
-
-// n lanes of x from p on; those behind are zero.
-template <class T>
-ORTPLUGINS_SIMD Float load_lanes(const T* p, int64_t n) {
-  return n == kWidth ? simd::load(p) : simd::load_tail(p, n);
-}
-template <class T>
-ORTPLUGINS_SIMD void store_lanes(T* p, Float v, int64_t n) {
-  if (n == kWidth) {
-    simd::store(p, v);
-  } else {
-    simd::store_tail(p, v, n);
-  }
-}
 
 // scale * x with the mask elements at `mask`, which are the same for all lanes where `uniform`.
 template <Mask kMask, class T>

@@ -1,6 +1,7 @@
 // Launchers of the softmax variants; the table in softmax.cc says when each is taken.
 #pragma once
 
+#include "device/row_packs.h"
 #include "kernels/softmax/softmax.h"
 
 namespace ortplugins {
@@ -10,12 +11,8 @@ Status launch_softmax_cpu_avx2(const SoftmaxParams& params, const ExecContext& c
 Status launch_softmax_cpu_generic(const SoftmaxParams& params, const ExecContext& context);
 
 #if ORTPLUGINS_WITH_CUDA
-// The CUDA kernels walk a contiguous row in 16-byte packs from the boundary at or below its start: the most packs that a
-// row of this problem spans.
 inline int64_t softmax_row_packs(const SoftmaxParams& params) {
-  const int64_t element = static_cast<int64_t>(size_of(params.dtype)), size = 16 / element;
-  const bool aligned = params.cols % size == 0 && reinterpret_cast<uintptr_t>(params.x) % 16 == 0;
-  return (params.cols + (aligned ? 0 : size - 1) + size - 1) / size;
+  return row_packs(params.x, params.cols, static_cast<int64_t>(size_of(params.dtype)));
 }
 
 constexpr int64_t kSoftmaxWarpElements = 1024;    // a warp holds 32 for each lane in registers

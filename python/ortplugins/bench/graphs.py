@@ -38,6 +38,8 @@ def graph(nodes: Sequence[onnx.NodeProto], feeds: Mapping[str, np.ndarray], outp
     out = helper.make_tensor_value_info(output, next(iter(types.values())), None)
     body = helper.make_graph(list(nodes), "benchmark", inputs, [out], initializers)
     imports = [helper.make_opsetid("", opset)]
+    if any(node.domain == "com.microsoft" for node in nodes):
+        imports.append(helper.make_opsetid("com.microsoft", 1))
     if any(node.domain == DOMAIN for node in nodes):
         imports.append(helper.make_opsetid(DOMAIN, OPSET_VERSION))
     return helper.make_model(body, ir_version=IR_VERSION, opset_imports=imports)

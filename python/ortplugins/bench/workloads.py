@@ -15,7 +15,7 @@ import numpy as np
 import onnx
 from onnx import helper
 
-from ..ops import FUSED_ATTENTION, FUSED_GEMM, FUSED_SOFTMAX, OpSpec
+from ..ops import FUSED_ATTENTION, FUSED_GEMM, FUSED_LAYER_NORM, FUSED_SOFTMAX, OpSpec
 from .graphs import graph, one_op_model
 
 Problem = Mapping[str, Any]
@@ -161,5 +161,36 @@ ATTENTION = Workload(
     cpu=[_self_attention(*s) for s in ((8, 12, 128, 32), (1, 12, 512, 64), (1, 12, 2048, 64))],
 )
 
-WORKLOADS: dict[str, Workload] = {w.spec.kernel: w for w in (SOFTMAX, GEMM, ATTENTION)}
+
+def _layer_norm_inputs(p: Problem, rng: np.random.Generator) -> Arrays:
+    shape = (p["rows"], p["cols"])
+    gamma, beta = (rng.standard_normal(p["cols"], np.float32) for _ in range(2))
+    return [rng.standard_normal(shape, np.float32), rng.standard_normal(shape, np.float32) if p.get("residual") else None, gamma, beta]
+
+
+def _layer_norm_stock(p: Problem, inputs: Arrays) -> onnx.ModelProto:
+    feeds = {name: value for name, value in zip(("x", "residual", "gamma", "beta"), inputs) if value is not None}
+    if p.get("residual"):
+        node = helper.make_node("SkipLayerNormalization", list(feeds), ["y"], domain="com.microsoft", epsilon=1e-5)
+    else:
+        node = helper.make_node("LayerNormalization", list(feeds), ["y"], axis=-1, epsilon=1e-5)
+    return graph([node], feeds, "y", constants=["gamma", "beta"])
+
+
+def _layer_norm_reference(p: Problem, inputs: Arrays) -> np.ndarray:
+    x, residual, gamma, beta = (None if v is None else v.astype(np.float64) for v in inputs)
+    s = x if residual is None else x + residual
+    s = s - s.mean(axis=-1, keepdims=True)
+    return s / np.sqrt(np.mean(s * s, axis=-1, keepdims=True) + 1e-5) * gamma + beta
+
+
+LAYER_NORM = Workload(
+    FUSED_LAYER_NORM, _layer_norm_inputs, _layer_norm_stock, _layer_norm_reference,
+    flops=lambda p: 8.0 * p["rows"] * p["cols"],
+    bytes=lambda p, size: (3.0 if p.get("residual") else 2.0) * size * p["rows"] * p["cols"],
+    constants=(2, 3),
+    cpu=[{"rows": r, "cols": c, **extra} for extra in ({}, {"residual": True}) for r, c in ((128, 384), (1024, 768), (4096, 768))],
+)
+
+WORKLOADS: dict[str, Workload] = {w.spec.kernel: w for w in (SOFTMAX, GEMM, ATTENTION, LAYER_NORM)}
 """Every workload by its kernel's name, as on the command line."""

@@ -1,0 +1,115 @@
+#include "kernels/layer_norm/layer_norm.h"
+
+#include "core/op.h"
+#include "kernels/layer_norm/variants.h"
+#include "op_specs.h"
+
+namespace ortplugins {
+namespace {
+
+// Whether `shape`, leading ones aside, is that of the last dimensions of `x`, from one at or after dimension `first` on.
+// `size` then is its number of elements.
+bool is_tail_of(const Shape& shape, const Shape& x, int first, int64_t* size) {
+  if (shape.rank > x.rank) return false;
+  int skip = 0;
+  while (skip < shape.rank && shape[skip] == 1) ++skip;
+  const int rank = shape.rank - skip;
+  if (rank > x.rank - first) return false;
+  for (int i = 1; i <= rank; ++i) {
+    if (shape[-i] != x[-i]) return false;
+  }
+  *size = x.product(x.rank - rank, x.rank);
+  return true;
+}
+
+// A tensor with one element for each column, or an absent one.
+Status bind_columns(const TensorRef& tensor, const char* name, const Shape& x, int axis, int64_t cols, const void** data) {
+  if (!tensor.present()) return {};
+  int64_t size = 0;
+  if (!is_tail_of(tensor.shape, x, axis, &size) || size != cols) {
+    return Status::invalid(name, "has {} elements in {} dimensions, expected the shape of x from axis {} on, which has {}",
+                           {tensor.shape.size(), tensor.shape.rank, axis, cols});
+  }
+  *data = tensor.data;
+  return {};
+}
+
+Status bind(const OpArgs& args, LayerNormParams* p) {
+  using namespace layer_norm_spec;
+  const TensorRef& x = args.inputs[input::kX];
+  const TensorRef& residual = args.inputs[input::kResidual];
+  const Shape& shape = x.shape;
+  if (shape.rank < 1) return Status::invalid("x", "needs at least one dimension");
+  const int64_t given = args.attrs[attr::kAxis].i;
+  if (given < -shape.rank || given >= shape.rank) {
+    return Status::invalid("axis", "{} is not in [{}, {}] for this x", {given, -shape.rank, shape.rank - 1});
+  }
+  const int axis = static_cast<int>(given < 0 ? given + shape.rank : given);
+  p->x = x.data;
+  p->y = args.outputs[output::kY].data;
+  p->sum = args.outputs[output::kSum].present() ? args.outputs[output::kSum].data : nullptr;
+  p->dtype = x.dtype;
+  p->rows = shape.product(0, axis);
+  p->cols = shape.product(axis, shape.rank);
+  p->epsilon = args.attrs[attr::kEpsilon].f;
+  p->rms = static_cast<Norm>(args.attrs[attr::kNorm].i) == Norm::kRmsNorm;
+  ORTPLUGINS_RETURN_IF_ERROR(bind_columns(args.inputs[input::kGamma], "gamma", shape, axis, p->cols, &p->gamma));
+  ORTPLUGINS_RETURN_IF_ERROR(bind_columns(args.inputs[input::kBeta], "beta", shape, axis, p->cols, &p->beta));
+  ORTPLUGINS_RETURN_IF_ERROR(bind_columns(args.inputs[input::kBias], "bias", shape, axis, p->cols, &p->bias));
+  if (!residual.present()) return {};
+  int64_t size = 0;
+  if (!is_tail_of(residual.shape, shape, 0, &size) || (p->cols != 0 && size % p->cols != 0)) {
+    return Status::invalid("residual",
+                           "has {} elements in {} dimensions, expected the shape of x or of its last dimensions, at least from axis {} on",
+                           {residual.shape.size(), residual.shape.rank, axis});
+  }
+  p->residual = residual.data;
+  p->residual_rows = p->cols == 0 ? 0 : size / p->cols;
+  return {};
+}
+
+bool supports_avx512(const LayerNormParams&, const DeviceInfo& device) { return device.isa >= CpuIsa::kAvx512; }
+bool supports_avx2(const LayerNormParams&, const DeviceInfo& device) { return device.isa >= CpuIsa::kAvx2; }
+bool supports_any(const LayerNormParams&, const DeviceInfo&) { return true; }
+
+#if ORTPLUGINS_WITH_CUDA
+bool supports_block_reread(const LayerNormParams&, const DeviceInfo& device) { return device.sm >= 80; }
+bool supports_warp_per_row(const LayerNormParams& p, const DeviceInfo& device) {
+  return device.sm >= 80 && layer_norm_row_packs(p) * 16 <= kLayerNormWarpElements * static_cast<int64_t>(size_of(p.dtype));
+}
+bool supports_block_registers(const LayerNormParams& p, const DeviceInfo& device) {
+  return device.sm >= 80 && layer_norm_row_packs(p) <= kLayerNormBlockPacks && layer_norm_aligned(p);
+}
+bool supports_block_shared(const LayerNormParams& p, const DeviceInfo& device) {
+  return device.sm >= 80 && layer_norm_row_packs(p) * 16 <= layer_norm_shared_bytes(device);
+}
+#endif
+
+constexpr Variant<LayerNormParams> kLayerNormVariants[] = {
+#if ORTPLUGINS_WITH_CUDA
+    {104, "warp_per_row", DeviceKind::kCuda, supports_warp_per_row, launch_layer_norm_warp_per_row},
+    {103, "block_registers", DeviceKind::kCuda, supports_block_registers, launch_layer_norm_block_registers},
+    {102, "block_shared", DeviceKind::kCuda, supports_block_shared, launch_layer_norm_block_shared},
+    {101, "block_reread", DeviceKind::kCuda, supports_block_reread, launch_layer_norm_block_reread},
+#endif
+    {3, "cpu_avx512", DeviceKind::kCpu, supports_avx512, launch_layer_norm_cpu_avx512},
+    {2, "cpu_avx2", DeviceKind::kCpu, supports_avx2, launch_layer_norm_cpu_avx2},
+    {1, "cpu_generic", DeviceKind::kCpu, supports_any, launch_layer_norm_cpu_generic},
+};
+
+using Functions = OpFunctions<LayerNormParams, layer_norm_spec::kSpec, bind, kLayerNormVariants>;
+
+}  // namespace
+
+Status layer_norm(const LayerNormParams& params, const ExecContext& context, int variant_id) {
+  const Variant<LayerNormParams>* row = nullptr;
+  ORTPLUGINS_RETURN_IF_ERROR(choose_variant(Functions::table(), params, *context.device, variant_id, &row));
+  return row->launch(params, context);
+}
+
+const Op& layer_norm_op() {
+  static constexpr Op op = Functions::make();
+  return op;
+}
+
+}  // namespace ortplugins

@@ -1,0 +1,388 @@
+// LayerNorm and RMSNorm of rows on CUDA, from one warp for a row to one block for a row of any length.
+//
+// A row is walked in 16-byte packs counted from the 16-byte boundary at or below its first element of x, so that rows of
+// any length and alignment are read with full-width accesses; the first and the last pack are guarded. Tensors that lie
+// otherwise than x are accessed element by element. Thread i of those that share a row owns packs i, i + threads, ...
+//
+//   warp_per_row     8 or 32 lanes hold a row in registers; x is read once, no barrier
+//   block_registers  a block holds a row in registers; x is read once; aligned rows only
+//   block_shared     a block keeps the row in shared memory; x is read once
+//   block_reread     a block reads the row three times, of which the caches serve the last two
+//
+// The row is kept as packs of the element type: s is rounded to it anyway. Statistics are float32. The mean is found as
+// that of s - pivot, where the pivot is the first element of the row: the difference of numbers close to each other is
+// exact, so that a large mean costs no accuracy, and a row of equal values has deviations of exactly 0. The variance
+// takes a second pass over the kept row, for E[s^2] - E[s]^2 would cancel.
+#include "core/device.h"
+#include "device/dispatch.h"
+#include "device/pack.h"
+#include "device/reduce.h"
+#include "kernels/layer_norm/variants.h"
+
+namespace ortplugins {
+namespace {
+
+constexpr int kWarpRowThreads = 256;
+constexpr int kBlockRowThreads = 512;
+
+// Elements [begin, end) of a pack, in one access where it is whole and aligned; the others are 0. kAligned: it always is.
+template <bool kAligned, class T>
+__device__ __forceinline__ Pack<T> load_part(const T* p, int begin, int end) {
+  if (kAligned || (end - begin == kPackSize<T> && pack_shift(p) == 0)) return load_pack_readonly(p);
+  return load_pack_guarded(p, begin, end, from_float<T>(0.0F));
+}
+template <bool kAligned, class T>
+__device__ __forceinline__ void store_part(T* p, const Pack<T>& pack, int begin, int end) {
+  if (kAligned || (end - begin == kPackSize<T> && pack_shift(p) == 0)) {
+    store_pack(p, pack);
+  } else {
+    store_pack_guarded(p, pack, begin, end);
+  }
+}
+
+// One row, seen as packs. Index is int where the row is known to be short: it saves registers. So does kAligned, some 30 of
+// them: rows are whole packs and all tensors lie on pack boundaries.
+template <class T, class Index, bool kAligned>
+struct NormRow {
+  static constexpr int kSize = kPackSize<T>;
+  const LayerNormParams& p;
+  int64_t offset, residual_offset;  // of the row's first element
+  Index cols;
+  int shift;  // elements by which the row of x lies past a pack boundary
+  float pivot;
+
+  __device__ __forceinline__ NormRow(const LayerNormParams& params, int64_t row)
+      : p(params),
+        offset(row * params.cols),
+        residual_offset(params.residual == nullptr ? 0 : params.residual_row(row) * params.cols),
+        cols(static_cast<Index>(params.cols)),
+        shift(kAligned ? 0 : pack_shift(static_cast<const T*>(params.x) + offset)),
+        pivot(0.0F) {
+    if (p.rms) return;
+    pivot = to_float(static_cast<const T*>(p.x)[offset]);
+    if (p.bias != nullptr) pivot += to_float(static_cast<const T*>(p.bias)[0]);
+    if (p.residual != nullptr) pivot += to_float(static_cast<const T*>(p.residual)[residual_offset]);
+    pivot = to_float(from_float<T>(pivot));
+  }
+
+  __device__ __forceinline__ Index packs() const { return (cols + shift + kSize - 1) / kSize; }
+  __device__ __forceinline__ Index first_col(Index pack_idx) const { return pack_idx * kSize - shift; }
+  // Elements [begin, end) of the pack that starts at column `first` belong to the row; none from the last column on.
+  __device__ __forceinline__ int begin(Index first) const { return !kAligned && first < 0 ? static_cast<int>(-first) : 0; }
+  __device__ __forceinline__ int end(Index first) const {
+    const Index rest = cols - first;
+    if (kAligned) return rest > 0 ? kSize : 0;
+    return rest >= kSize ? kSize : rest <= 0 ? 0 : static_cast<int>(rest);
+  }
+
+  // The pack of a tensor whose row starts at element `start`.
+  __device__ __forceinline__ Pack<T> load(const void* tensor, int64_t start, Index pack_idx) const {
+    const Index first = first_col(pack_idx);
+    return load_part<kAligned>(static_cast<const T*>(tensor) + (start + first), begin(first), end(first));
+  }
+  __device__ __forceinline__ void store(void* tensor, const Pack<T>& pack, Index pack_idx) const {
+    const Index first = first_col(pack_idx);
+    store_part<kAligned>(static_cast<T*>(tensor) + (offset + first), pack, begin(first), end(first));
+  }
+
+  // x becomes s; `residual` is looked at only if there is one.
+  __device__ __forceinline__ void add(Pack<T>& x, const Pack<T>& residual, Index pack_idx) const {
+    float s[kSize];
+#pragma unroll
+    for (int i = 0; i < kSize; ++i) s[i] = to_float(x.v[i]);
+    if (p.bias != nullptr) {
+      const Pack<T> bias = load(p.bias, 0, pack_idx);
+#pragma unroll
+      for (int i = 0; i < kSize; ++i) s[i] += to_float(bias.v[i]);
+    }
+    if (p.residual != nullptr) {
+#pragma unroll
+      for (int i = 0; i < kSize; ++i) s[i] += to_float(residual.v[i]);
+    }
+#pragma unroll
+    for (int i = 0; i < kSize; ++i) x.v[i] = from_float<T>(s[i]);
+  }
+
+  // Sum of term(s) over the elements that belong to the row.
+  template <class Term>
+  __device__ __forceinline__ float accumulate(const Pack<T>& s, Index pack_idx, const Term& term) const {
+    const Index first = first_col(pack_idx);
+    const int from = begin(first), to = end(first);
+    float total = 0.0F;
+    if (to - from == kSize) {
+#pragma unroll
+      for (int i = 0; i < kSize; ++i) total += term(to_float(s.v[i]));
+      return total;
+    }
+    if (kAligned) return total;
+#pragma unroll
+    for (int i = 0; i < kSize; ++i) {
+      if (i >= from && i < to) total += term(to_float(s.v[i]));
+    }
+    return total;
+  }
+
+  // Writes y of a pack.
+  __device__ __forceinline__ void normalize(const Pack<T>& s, Index pack_idx, const SplitMean& mean, float rstd) const {
+    float v[kSize];
+#pragma unroll
+    for (int i = 0; i < kSize; ++i) v[i] = ((to_float(s.v[i]) - mean.high) - mean.low) * rstd;
+    if (p.gamma != nullptr) {
+      const Pack<T> gamma = load(p.gamma, 0, pack_idx);
+#pragma unroll
+      for (int i = 0; i < kSize; ++i) v[i] *= to_float(gamma.v[i]);
+    }
+    if (p.beta != nullptr) {
+      const Pack<T> beta = load(p.beta, 0, pack_idx);
+#pragma unroll
+      for (int i = 0; i < kSize; ++i) v[i] += to_float(beta.v[i]);
+    }
+    Pack<T> y;
+#pragma unroll
+    for (int i = 0; i < kSize; ++i) y.v[i] = from_float<T>(v[i]);
+    store(p.y, y, pack_idx);
+  }
+
+  // From the sum of s - pivot.
+  __device__ __forceinline__ SplitMean mean(float sum) const { return SplitMean::of(pivot, sum / static_cast<float>(p.cols)); }
+  __device__ __forceinline__ float rstd(float square_sum) const {
+    return 1.0F / sqrtf(square_sum / static_cast<float>(p.cols) + p.epsilon);
+  }
+};
+
+struct Deviation {
+  float pivot;
+  __device__ __forceinline__ float operator()(float s) const { return s - pivot; }
+};
+struct SquaredDeviation {
+  SplitMean mean;
+  __device__ __forceinline__ float operator()(float s) const {
+    const float d = (s - mean.high) - mean.low;
+    return d * d;
+  }
+};
+
+// --- A row in registers -----------------------------------------------------------------------------------------------
+
+template <class T, int kPacks, bool kAligned>
+struct RegisterRow {
+  using Row = NormRow<T, int, kAligned>;
+  static constexpr int kResidualPacks = kPacks < 4 ? kPacks : 4;  // under way at once; all of them would take too many registers
+  Pack<T> s[kPacks];
+
+  // Reads this thread's packs and writes their part of `sum`.
+  __device__ __forceinline__ void load(const Row& row, int thread_idx, int threads) {
+    const int packs = row.packs();
+#pragma unroll
+    for (int i = 0; i < kPacks; ++i) {  // all loads are under way before the first is used
+      const int pack_idx = thread_idx + i * threads;
+      if (pack_idx < packs) s[i] = row.load(row.p.x, row.offset, pack_idx);
+    }
+    if (row.p.adds()) {
+#pragma unroll
+      for (int base = 0; base < kPacks; base += kResidualPacks) {
+        Pack<T> residual[kResidualPacks];
+#pragma unroll
+        for (int i = 0; i < kResidualPacks; ++i) {
+          const int pack_idx = thread_idx + (base + i) * threads;
+          if (row.p.residual != nullptr && pack_idx < packs) residual[i] = row.load(row.p.residual, row.residual_offset, pack_idx);
+        }
+#pragma unroll
+        for (int i = 0; i < kResidualPacks; ++i) {
+          const int pack_idx = thread_idx + (base + i) * threads;
+          if (pack_idx < packs) row.add(s[base + i], residual[i], pack_idx);
+        }
+      }
+    }
+    if (row.p.sum != nullptr) {
+#pragma unroll
+      for (int i = 0; i < kPacks; ++i) {
+        const int pack_idx = thread_idx + i * threads;
+        if (pack_idx < packs) row.store(row.p.sum, s[i], pack_idx);
+      }
+    }
+  }
+
+  template <class Term>
+  __device__ __forceinline__ float accumulate(const Row& row, int thread_idx, int threads, const Term& term) const {
+    float total = 0.0F;
+#pragma unroll
+    for (int i = 0; i < kPacks; ++i) total += row.accumulate(s[i], thread_idx + i * threads, term);
+    return total;
+  }
+
+  __device__ __forceinline__ void normalize(const Row& row, int thread_idx, int threads, const SplitMean& mean, float square_sum) const {
+    const float rstd = row.rstd(square_sum);
+    const int packs = row.packs();
+#pragma unroll
+    for (int i = 0; i < kPacks; ++i) {
+      const int pack_idx = thread_idx + i * threads;
+      if (pack_idx < packs) row.normalize(s[i], pack_idx, mean, rstd);
+    }
+  }
+};
+
+template <class T, int kLanes, int kPacks, bool kAligned>
+__global__ void __launch_bounds__(kWarpRowThreads, kAligned ? 3 : 2) layer_norm_warp_per_row_kernel(const __grid_constant__ LayerNormParams p) {
+  constexpr int kRowsPerBlock = kWarpRowThreads / kLanes;
+  const int lane_idx = static_cast<int>(threadIdx.x) % kLanes;
+  const int64_t stride = static_cast<int64_t>(gridDim.x) * kRowsPerBlock;
+  // Whole warps go round together, as the shuffles need; lanes past the last row have one without columns.
+  const int64_t group_idx = static_cast<int64_t>(blockIdx.x) * kRowsPerBlock + threadIdx.x / kLanes;
+  const int64_t warp_first = group_idx - threadIdx.x % 32 / kLanes;
+  for (int64_t base = 0; warp_first + base < p.rows; base += stride) {
+    const int64_t row_idx = group_idx + base;
+    NormRow<T, int, kAligned> row(p, row_idx < p.rows ? row_idx : p.rows - 1);
+    if (row_idx >= p.rows) row.cols = 0;
+    RegisterRow<T, kPacks, kAligned> registers;
+    registers.load(row, lane_idx, kLanes);
+    SplitMean mean;
+    if (!p.rms) mean = row.mean(warp_sum<kLanes>(registers.accumulate(row, lane_idx, kLanes, Deviation{row.pivot})));
+    const float square_sum = warp_sum<kLanes>(registers.accumulate(row, lane_idx, kLanes, SquaredDeviation{mean}));
+    registers.normalize(row, lane_idx, kLanes, mean, square_sum);
+  }
+}
+
+// Several blocks on a multiprocessor: while one reduces, others load and store.
+template <class T, int kPacks>
+__global__ void __launch_bounds__(kLayerNormBlockPacks / kPacks, 2) layer_norm_block_registers_kernel(const __grid_constant__ LayerNormParams p) {
+  __shared__ float scratch[32];
+  const int thread_idx = static_cast<int>(threadIdx.x), threads = static_cast<int>(blockDim.x);
+  for (int64_t row_idx = blockIdx.x; row_idx < p.rows; row_idx += gridDim.x) {
+    const NormRow<T, int, true> row(p, row_idx);
+    RegisterRow<T, kPacks, true> registers;
+    registers.load(row, thread_idx, threads);
+    SplitMean mean;
+    if (!p.rms) mean = row.mean(block_reduce(registers.accumulate(row, thread_idx, threads, Deviation{row.pivot}), scratch, SumOp{}));
+    const float square_sum = block_reduce(registers.accumulate(row, thread_idx, threads, SquaredDeviation{mean}), scratch, SumOp{});
+    registers.normalize(row, thread_idx, threads, mean, square_sum);
+  }
+}
+
+// --- A row in shared memory, or read again ----------------------------------------------------------------------------
+
+// Calls body(pack_idx, pack) for this thread's packs; kUnroll of them are under way at once.
+template <int kUnroll, class T, class Index, class Fetch, class Body>
+__device__ __forceinline__ void for_packs(const NormRow<T, Index, false>& row, const Fetch& fetch, const Body& body) {
+  const Index packs = row.packs(), threads = static_cast<Index>(blockDim.x);
+  for (Index base = static_cast<Index>(threadIdx.x); base < packs; base += kUnroll * threads) {
+    Pack<T> pack[kUnroll];
+#pragma unroll
+    for (int u = 0; u < kUnroll; ++u) {
+      if (base + u * threads < packs) pack[u] = fetch(base + u * threads);
+    }
+#pragma unroll
+    for (int u = 0; u < kUnroll; ++u) {
+      if (base + u * threads < packs) body(base + u * threads, pack[u]);
+    }
+  }
+}
+
+// kShared: s stays in shared memory between the passes. A thread reads back only packs that it wrote itself, so that no
+// barrier is needed for them.
+template <class T, bool kShared>
+__global__ void __launch_bounds__(kBlockRowThreads, 1) layer_norm_block_kernel(const __grid_constant__ LayerNormParams p) {
+  using Index = std::conditional_t<kShared, int, int64_t>;
+  constexpr int kUnroll = 4;
+  __shared__ float scratch[32];
+  extern __shared__ uint4 smem[];
+  Pack<T>* const cache = reinterpret_cast<Pack<T>*>(smem);
+  for (int64_t row_idx = blockIdx.x; row_idx < p.rows; row_idx += gridDim.x) {
+    const NormRow<T, Index, false> row(p, row_idx);
+    const auto sum_from_global = [&](Index pack_idx) {
+      Pack<T> s = row.load(p.x, row.offset, pack_idx);
+      if (p.adds()) {
+        Pack<T> residual;
+        if (p.residual != nullptr) residual = row.load(p.residual, row.residual_offset, pack_idx);
+        row.add(s, residual, pack_idx);
+      }
+      return s;
+    };
+    const auto sum_again = [&](Index pack_idx) { return kShared ? cache[pack_idx] : sum_from_global(pack_idx); };
+
+    float total = 0.0F;
+    for_packs<kUnroll>(row, sum_from_global, [&](Index pack_idx, const Pack<T>& s) {
+      if (kShared) cache[pack_idx] = s;
+      if (p.sum != nullptr) row.store(p.sum, s, pack_idx);
+      total += row.accumulate(s, pack_idx, Deviation{row.pivot});
+    });
+    SplitMean mean;
+    if (!p.rms) mean = row.mean(block_reduce(total, scratch, SumOp{}));
+    total = 0.0F;
+    for_packs<kUnroll>(row, sum_again, [&](Index pack_idx, const Pack<T>& s) { total += row.accumulate(s, pack_idx, SquaredDeviation{mean}); });
+    const float rstd = row.rstd(block_reduce(total, scratch, SumOp{}));
+    for_packs<kUnroll>(row, sum_again, [&](Index pack_idx, const Pack<T>& s) { row.normalize(s, pack_idx, mean, rstd); });
+  }
+}
+
+// --- Launchers --------------------------------------------------------------------------------------------------------
+
+bool is_empty(const LayerNormParams& p) { return p.rows == 0 || p.cols == 0; }
+
+template <class T, int kLanes, int kPacks, bool kAligned>
+Status launch_warp(const LayerNormParams& p, const ExecContext& context) {
+  const int64_t blocks = ceil_div(p.rows, kWarpRowThreads / kLanes);
+  return launch("layer_norm_warp_per_row", layer_norm_warp_per_row_kernel<T, kLanes, kPacks, kAligned>, grid_size(blocks), kWarpRowThreads, 0, context, p);
+}
+
+template <class T, int kPacks>
+Status launch_registers(const LayerNormParams& p, int64_t packs, const ExecContext& context) {
+  const auto threads = static_cast<unsigned>(ceil_div(ceil_div(packs, kPacks), 32) * 32);
+  return launch("layer_norm_block_registers", layer_norm_block_registers_kernel<T, kPacks>, grid_size(p.rows), threads, 0, context, p);
+}
+
+template <class T, bool kShared>
+Status launch_block(const LayerNormParams& p, int64_t packs, size_t smem_bytes, const ExecContext& context) {
+  const int64_t wanted = ceil_div(ceil_div(packs, 4), 32) * 32;  // four packs a thread and pass
+  const auto threads = static_cast<unsigned>(wanted < kBlockRowThreads ? wanted : kBlockRowThreads);
+  return launch(kShared ? "layer_norm_block_shared" : "layer_norm_block_reread", layer_norm_block_kernel<T, kShared>, grid_size(p.rows), threads,
+                smem_bytes, context, p);
+}
+
+}  // namespace
+
+Status launch_layer_norm_warp_per_row(const LayerNormParams& p, const ExecContext& context) {
+  if (is_empty(p)) return {};
+  const int64_t packs = layer_norm_row_packs(p);
+  return dispatch(p.dtype, [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    constexpr int kMaxPacks = static_cast<int>(kLayerNormWarpElements) / 32 / kPackSize<T>;
+    if (!layer_norm_aligned(p)) {
+      return packs <= 8 ? launch_warp<T, 8, 1, false>(p, context) : launch_warp<T, 32, kMaxPacks, false>(p, context);
+    }
+    if (packs <= 8) return launch_warp<T, 8, 1, true>(p, context);
+    if (packs <= 64) return launch_warp<T, 32, 2, true>(p, context);
+    return launch_warp<T, 32, kMaxPacks, true>(p, context);
+  });
+}
+
+Status launch_layer_norm_block_registers(const LayerNormParams& p, const ExecContext& context) {
+  if (is_empty(p)) return {};
+  const int64_t packs = layer_norm_row_packs(p);
+  return dispatch(p.dtype, [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    return launch_registers<T, 4>(p, packs, context);
+  });
+}
+
+Status launch_layer_norm_block_shared(const LayerNormParams& p, const ExecContext& context) {
+  if (is_empty(p)) return {};
+  const int64_t packs = layer_norm_row_packs(p);
+  return dispatch(p.dtype, [&](auto tag) -> Status {
+    using T = typename decltype(tag)::type;
+    static SmemLimit limit;
+    ORTPLUGINS_RETURN_IF_ERROR(limit.raise(layer_norm_block_kernel<T, true>, *context.device, layer_norm_shared_bytes(*context.device)));
+    return launch_block<T, true>(p, packs, static_cast<size_t>(packs * kPackBytes), context);
+  });
+}
+
+Status launch_layer_norm_block_reread(const LayerNormParams& p, const ExecContext& context) {
+  if (is_empty(p)) return {};
+  const int64_t packs = layer_norm_row_packs(p);
+  return dispatch(p.dtype, [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    return launch_block<T, false>(p, packs, 0, context);
+  });
+}
+
+}  // namespace ortplugins

@@ -1,0 +1,43 @@
+// Launchers of the layer norm variants; the table in layer_norm.cc says when each is taken.
+#pragma once
+
+#include <initializer_list>
+
+#include "device/row_packs.h"
+#include "kernels/layer_norm/layer_norm.h"
+
+namespace ortplugins {
+
+Status launch_layer_norm_cpu_avx512(const LayerNormParams& params, const ExecContext& context);
+Status launch_layer_norm_cpu_avx2(const LayerNormParams& params, const ExecContext& context);
+Status launch_layer_norm_cpu_generic(const LayerNormParams& params, const ExecContext& context);
+
+#if ORTPLUGINS_WITH_CUDA
+inline int64_t layer_norm_row_packs(const LayerNormParams& params) {
+  return row_packs(params.x, params.cols, static_cast<int64_t>(size_of(params.dtype)));
+}
+
+// Whether rows are whole packs and every tensor lies on a pack boundary.
+inline bool layer_norm_aligned(const LayerNormParams& p) {
+  uintptr_t low_bits = static_cast<uintptr_t>(p.cols) * size_of(p.dtype);
+  for (const void* data : {p.x, p.residual, p.gamma, p.beta, p.bias, static_cast<const void*>(p.y), static_cast<const void*>(p.sum)}) {
+    low_bits |= reinterpret_cast<uintptr_t>(data);
+  }
+  return low_bits % 16 == 0;
+}
+
+constexpr int64_t kLayerNormWarpElements = 1024;  // a warp holds 32 for each lane in registers
+// A block of up to 448 threads holds 4 for each in registers. Two such blocks on a multiprocessor leave 72 registers a
+// thread, enough for all element types; two of 512 would leave 64, and spill.
+constexpr int kLayerNormBlockPacks = 1792;
+
+// Dynamic shared memory that a block may take beside its few static words.
+inline int layer_norm_shared_bytes(const DeviceInfo& device) { return device.max_smem_per_block - 256; }
+
+Status launch_layer_norm_warp_per_row(const LayerNormParams& params, const ExecContext& context);
+Status launch_layer_norm_block_registers(const LayerNormParams& params, const ExecContext& context);
+Status launch_layer_norm_block_shared(const LayerNormParams& params, const ExecContext& context);
+Status launch_layer_norm_block_reread(const LayerNormParams& params, const ExecContext& context);
+#endif
+
+}  // namespace ortplugins
