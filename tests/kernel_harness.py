@@ -6,7 +6,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import onnxruntime
 import pytest
+from ort_models import run_op
 
 from ortplugins import native, ops
 
@@ -19,14 +21,31 @@ EPSILON = {"float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}
 _CPU_ISAS = ("generic", "avx2", "avx512")
 
 
+RUNTIME_ROWS = {
+    "onnxruntime_cpu": native.VariantInfo(0, "onnxruntime_cpu", "cpu"),
+    "onnxruntime_cuda": native.VariantInfo(0, "onnxruntime_cuda", "cuda"),
+}
+"""Beside the rows of the table: what the op's own choice gives in an ONNX Runtime session on either provider."""
+
+PROVIDERS = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
+
+
 def variant_params(op: str) -> list[Any]:
-    """A pytest parameter for each row of the op's variant table; rows for CUDA carry the marker ``gpu``."""
+    """A pytest parameter for each row of the op's variant table, and for ONNX Runtime on each provider.
+
+    What runs on CUDA carries the marker ``gpu``.
+    """
     params = []
     for row in native.variants(op):
         marks = [pytest.mark.gpu] if row.device == "cuda" else []
         isa = row.name.rsplit("_", 1)[-1]
         if row.device == "cpu" and isa in _CPU_ISAS and _CPU_ISAS.index(isa) > _CPU_ISAS.index(native.cpu_isa()):
             marks.append(pytest.mark.skip(reason=f"this processor has no {isa}"))
+        params.append(pytest.param(row, id=row.name, marks=marks))
+    for row in RUNTIME_ROWS.values():
+        marks = [pytest.mark.gpu] if row.device == "cuda" else []
+        if row.device == "cuda" and PROVIDERS["cuda"] not in onnxruntime.get_available_providers():
+            marks.append(pytest.mark.skip(reason="this ONNX Runtime has no CUDA provider"))
         params.append(pytest.param(row, id=row.name, marks=marks))
     return params
 
@@ -79,7 +98,13 @@ def run_variant(
     threads: int = 2,
     prepack: bool = False,
 ) -> list[np.ndarray]:
-    """Outputs of one variant. Skips where the variant does not support the problem: another row of the table does."""
+    """Outputs of one variant. Skips where the variant does not support the problem: another row of the table does.
+
+    A row of ``RUNTIME_ROWS`` runs in a session instead; ``prepack`` then makes constants of all inputs but the first.
+    """
+    if variant.name in RUNTIME_ROWS:
+        constants = [i for i, t in enumerate(inputs) if prepack and i > 0 and t is not None]
+        return run_op(op, inputs, attrs, provider=PROVIDERS[variant.device], output_count=output_count, constants=constants)
     guarded = [None if t is None else Guarded.of(t) for t in inputs]
     arrays = [None if g is None else g.array for g in guarded]
     shapes = native.infer_shapes(op, arrays, attrs)[:output_count]
