@@ -800,7 +800,11 @@ int32_t Plugin::enqueue(const PluginTensorDesc* input_descs, const PluginTensorD
       return fail(ORTPLUGINS_WITH_CUDA ? "there is no CUDA device" : "this library was built without CUDA kernels");
     Arguments arguments;
     if (const Status status = translate(input_descs, input_count_, &arguments); !status.ok()) return fail(status);
-    for (int i = 0; i < input_count_; ++i) arguments.inputs[i].data = const_cast<void*>(inputs[i]);  // only read
+    for (int i = 0; i < input_count_; ++i) {
+      TensorRef& input = arguments.inputs[i];
+      input.data = const_cast<void*>(inputs[i]);  // only read
+      if (inputs[i] == nullptr && spec_.inputs[i].optional && input.shape.size() != 0) input = {};
+    }
     for (int i = 0; i < output_count_; ++i) arguments.outputs[i].data = outputs[i];
 
     ExecContext context;
