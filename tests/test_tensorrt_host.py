@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from kernel_harness import EPSILON, assert_close, numpy_dtype, random_tensor
-from reference import attention_reference
+from reference import attention_reference, layer_norm_reference
 from reference_ops import FusedGemm, FusedSoftmax
 from tensorrt_support import fields, full_attributes, library_path, names_of_fields, plugin_host
 
@@ -67,6 +67,8 @@ class Case:
             a.astype(np.float64) if a is not None and a.dtype not in (np.dtype(bool), np.dtype(np.int64)) else a
             for a in arrays
         ]
+        if self.op == "FusedLayerNorm":
+            return list(layer_norm_reference(arrays, self.attrs))[: self.outputs]
         if self.op == "FusedAttention":
             result = attention_reference(arrays, self.attrs)
             return [result.y, result.present_k, result.present_v][: self.outputs]
@@ -204,6 +206,17 @@ CASES = (
         _BS,
         _BS_RUNS,
     ),
+    Case("layer_norm", "FusedLayerNorm", (("T", ("B", "S", 48)), None, ("T", (48,)), ("T", (48,))), _BS, _BS_RUNS),
+    Case(
+        "rms_norm_sum",
+        "FusedLayerNorm",
+        (("T", ("B", "S", 33)), ("T", ("B", "S", 33)), ("T", (33,)), None, ("T", (33,))),
+        _BS,
+        _BS_RUNS,
+        {"norm": "rms_norm", "epsilon": 1e-3},
+        outputs=2,
+    ),
+    Case("layer_norm_axis", "FusedLayerNorm", (("T", ("B", 3, "S")), ("T", (3, "S"))), _BS, _BS_RUNS, {"axis": 1}),
 )
 DTYPES = ops.FLOAT_TYPES
 EACH_CASE = pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)

