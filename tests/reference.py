@@ -150,7 +150,9 @@ def attention_reference(
     return AttentionResult(y, present_k, present_v, largest_score)
 
 
-def layer_norm_reference(inputs: Sequence[np.ndarray | None], attrs: Mapping[str, Any] | None = None) -> tuple[np.ndarray, np.ndarray]:
+def layer_norm_reference(
+    inputs: Sequence[np.ndarray | None], attrs: Mapping[str, Any] | None = None
+) -> tuple[np.ndarray, np.ndarray]:
     """FusedLayerNorm of ``inputs``, in the order of the specification: ``y`` in float64, and ``sum``.
 
     The sum is by definition made in float32 and rounded to the tensors' type; ``y`` is what follows from it exactly.

@@ -217,9 +217,12 @@ FUSED_LAYER_NORM = OpSpec(
         Tensor("x", "...", doc="Of any rank of at least 1."),
         Tensor("residual", "...", optional=True, broadcast=True,
                doc="Added to `x`: of its shape, or of its last dimensions, then the same for all dimensions before them."),
-        Tensor("gamma", "...", optional=True, broadcast=True, doc="Factor on the result, of the shape of the normalised dimensions; 1 when absent."),
-        Tensor("beta", "...", optional=True, broadcast=True, doc="Added to the result, of the shape of `gamma`; 0 when absent."),
-        Tensor("bias", "...", optional=True, broadcast=True, doc="Added to `x` before `residual`, of the shape of `gamma`."),
+        Tensor("gamma", "...", optional=True, broadcast=True,
+               doc="Factor on the result, of the shape of the normalised dimensions; 1 when absent."),
+        Tensor("beta", "...", optional=True, broadcast=True,
+               doc="Added to the result, of the shape of `gamma`; 0 when absent."),
+        Tensor("bias", "...", optional=True, broadcast=True,
+               doc="Added to `x` before `residual`, of the shape of `gamma`."),
     ),
     outputs=(
         Tensor("y", "..."),
@@ -228,7 +231,8 @@ FUSED_LAYER_NORM = OpSpec(
     attrs=(
         Attr("norm", "string", "layer_norm", choices=("layer_norm", "rms_norm"),
              doc="`layer_norm`: `(s - mean) / sqrt(variance + epsilon)`. `rms_norm`: `s / sqrt(mean of s^2 + epsilon)`."),
-        Attr("axis", "int", -1, doc="The first normalised dimension; all from it on are normalised together. Negative counts from the end."),
+        Attr("axis", "int", -1,
+             doc="The first normalised dimension; all from it on are normalised together. Negative counts from the end."),
         Attr("epsilon", "float", 1e-5, doc="Added to the variance (the mean square)."),
     ),
     doc="`norm(s) * gamma + beta` with `s = x + bias + residual`. All arithmetic is float32. Half types are rounded twice: "

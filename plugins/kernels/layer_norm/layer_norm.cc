@@ -7,8 +7,8 @@
 namespace ortplugins {
 namespace {
 
-// Whether `shape`, leading ones aside, is that of the last dimensions of `x`, from one at or after dimension `first` on.
-// `size` then is its number of elements.
+// Whether `shape`, leading ones aside, is that of the last dimensions of `x`, from one at or after dimension `first`
+// on. `size` then is its number of elements.
 bool is_tail_of(const Shape& shape, const Shape& x, int first, int64_t* size) {
   if (shape.rank > x.rank) return false;
   int skip = 0;
@@ -23,11 +23,13 @@ bool is_tail_of(const Shape& shape, const Shape& x, int first, int64_t* size) {
 }
 
 // A tensor with one element for each column, or an absent one.
-Status bind_columns(const TensorRef& tensor, const char* name, const Shape& x, int axis, int64_t cols, const void** data) {
+Status bind_columns(const TensorRef& tensor, const char* name, const Shape& x, int axis, int64_t cols,
+                    const void** data) {
   if (!tensor.present()) return {};
   int64_t size = 0;
   if (!is_tail_of(tensor.shape, x, axis, &size) || size != cols) {
-    return Status::invalid(name, "has {} elements in {} dimensions, expected the shape of x from axis {} on, which has {}",
+    return Status::invalid(name,
+                           "has {} elements in {} dimensions, expected the shape of x from axis {} on, which has {}",
                            {tensor.shape.size(), tensor.shape.rank, axis, cols});
   }
   *data = tensor.data;
@@ -59,9 +61,10 @@ Status bind(const OpArgs& args, LayerNormParams* p) {
   if (!residual.present()) return {};
   int64_t size = 0;
   if (!is_tail_of(residual.shape, shape, 0, &size) || (p->cols != 0 && size % p->cols != 0)) {
-    return Status::invalid("residual",
-                           "has {} elements in {} dimensions, expected the shape of x or of its last dimensions, at least from axis {} on",
-                           {residual.shape.size(), residual.shape.rank, axis});
+    return Status::invalid(
+        "residual",
+        "has {} elements in {} dimensions, expected the shape of x or of its last dimensions, at least from axis {} on",
+        {residual.shape.size(), residual.shape.rank, axis});
   }
   p->residual = residual.data;
   p->residual_rows = p->cols == 0 ? 0 : size / p->cols;
@@ -75,7 +78,8 @@ bool supports_any(const LayerNormParams&, const DeviceInfo&) { return true; }
 #if ORTPLUGINS_WITH_CUDA
 bool supports_block_reread(const LayerNormParams&, const DeviceInfo& device) { return device.sm >= 80; }
 bool supports_warp_per_row(const LayerNormParams& p, const DeviceInfo& device) {
-  return device.sm >= 80 && layer_norm_row_packs(p) * 16 <= kLayerNormWarpElements * static_cast<int64_t>(size_of(p.dtype));
+  return device.sm >= 80 &&
+         layer_norm_row_packs(p) * 16 <= kLayerNormWarpElements * static_cast<int64_t>(size_of(p.dtype));
 }
 bool supports_block_registers(const LayerNormParams& p, const DeviceInfo& device) {
   return device.sm >= 80 && layer_norm_row_packs(p) <= kLayerNormBlockPacks && layer_norm_aligned(p);

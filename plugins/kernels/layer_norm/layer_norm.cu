@@ -1,8 +1,9 @@
 // LayerNorm and RMSNorm of rows on CUDA, from one warp for a row to one block for a row of any length.
 //
-// A row is walked in 16-byte packs counted from the 16-byte boundary at or below its first element of x, so that rows of
-// any length and alignment are read with full-width accesses; the first and the last pack are guarded. Tensors that lie
-// otherwise than x are accessed element by element. Thread i of those that share a row owns packs i, i + threads, ...
+// A row is walked in 16-byte packs counted from the 16-byte boundary at or below its first element of x, so that rows
+// of any length and alignment are read with full-width accesses; the first and the last pack are guarded. Tensors that
+// lie otherwise than x are accessed element by element. Of the threads that share a row, thread i owns packs i,
+// i + threads, i + 2 threads, ...
 //
 //   warp_per_row     8 or 32 lanes hold a row in registers; x is read once, no barrier
 //   block_registers  a block holds a row in registers; x is read once; aligned rows only
@@ -25,7 +26,8 @@ namespace {
 constexpr int kWarpRowThreads = 256;
 constexpr int kBlockRowThreads = 512;
 
-// Elements [begin, end) of a pack, in one access where it is whole and aligned; the others are 0. kAligned: it always is.
+// Elements [begin, end) of a pack, in one access where it is whole and aligned, as kAligned says of all; the others are
+// 0.
 template <bool kAligned, class T>
 __device__ __forceinline__ Pack<T> load_part(const T* p, int begin, int end) {
   if (kAligned || (end - begin == kPackSize<T> && pack_shift(p) == 0)) return load_pack_readonly(p);
@@ -40,8 +42,8 @@ __device__ __forceinline__ void store_part(T* p, const Pack<T>& pack, int begin,
   }
 }
 
-// One row, seen as packs. Index is int where the row is known to be short: it saves registers. So does kAligned, some 30 of
-// them: rows are whole packs and all tensors lie on pack boundaries.
+// One row, seen as packs. Index is int where the row is known to be short: it saves registers. So does kAligned, some
+// 30 of them: rows are whole packs and all tensors lie on pack boundaries.
 template <class T, class Index, bool kAligned>
 struct NormRow {
   static constexpr int kSize = kPackSize<T>;
@@ -68,7 +70,9 @@ struct NormRow {
   __device__ __forceinline__ Index packs() const { return (cols + shift + kSize - 1) / kSize; }
   __device__ __forceinline__ Index first_col(Index pack_idx) const { return pack_idx * kSize - shift; }
   // Elements [begin, end) of the pack that starts at column `first` belong to the row; none from the last column on.
-  __device__ __forceinline__ int begin(Index first) const { return !kAligned && first < 0 ? static_cast<int>(-first) : 0; }
+  __device__ __forceinline__ int begin(Index first) const {
+    return !kAligned && first < 0 ? static_cast<int>(-first) : 0;
+  }
   __device__ __forceinline__ int end(Index first) const {
     const Index rest = cols - first;
     if (kAligned) return rest > 0 ? kSize : 0;
@@ -144,7 +148,9 @@ struct NormRow {
   }
 
   // From the sum of s - pivot.
-  __device__ __forceinline__ SplitMean mean(float sum) const { return SplitMean::of(pivot, sum / static_cast<float>(p.cols)); }
+  __device__ __forceinline__ SplitMean mean(float sum) const {
+    return SplitMean::of(pivot, sum / static_cast<float>(p.cols));
+  }
   __device__ __forceinline__ float rstd(float square_sum) const {
     return 1.0F / sqrtf(square_sum / static_cast<float>(p.cols) + p.epsilon);
   }
@@ -162,12 +168,13 @@ struct SquaredDeviation {
   }
 };
 
-// --- A row in registers -----------------------------------------------------------------------------------------------
+// --- A row in registers ----------------------------------------------------------------------------------------------
 
 template <class T, int kPacks, bool kAligned>
 struct RegisterRow {
   using Row = NormRow<T, int, kAligned>;
-  static constexpr int kResidualPacks = kPacks < 4 ? kPacks : 4;  // under way at once; all of them would take too many registers
+  // Under way at once; all of them would take too many registers.
+  static constexpr int kResidualPacks = kPacks < 4 ? kPacks : 4;
   Pack<T> s[kPacks];
 
   // Reads this thread's packs and writes their part of `sum`.
@@ -185,7 +192,9 @@ struct RegisterRow {
 #pragma unroll
         for (int i = 0; i < kResidualPacks; ++i) {
           const int pack_idx = thread_idx + (base + i) * threads;
-          if (row.p.residual != nullptr && pack_idx < packs) residual[i] = row.load(row.p.residual, row.residual_offset, pack_idx);
+          if (row.p.residual != nullptr && pack_idx < packs) {
+            residual[i] = row.load(row.p.residual, row.residual_offset, pack_idx);
+          }
         }
 #pragma unroll
         for (int i = 0; i < kResidualPacks; ++i) {
@@ -211,7 +220,8 @@ struct RegisterRow {
     return total;
   }
 
-  __device__ __forceinline__ void normalize(const Row& row, int thread_idx, int threads, const SplitMean& mean, float square_sum) const {
+  __device__ __forceinline__ void normalize(const Row& row, int thread_idx, int threads, const SplitMean& mean,
+                                            float square_sum) const {
     const float rstd = row.rstd(square_sum);
     const int packs = row.packs();
 #pragma unroll
@@ -223,7 +233,8 @@ struct RegisterRow {
 };
 
 template <class T, int kLanes, int kPacks, bool kAligned>
-__global__ void __launch_bounds__(kWarpRowThreads, kAligned ? 3 : 2) layer_norm_warp_per_row_kernel(const __grid_constant__ LayerNormParams p) {
+__global__ void __launch_bounds__(kWarpRowThreads, kAligned ? 3 : 2)
+    layer_norm_warp_per_row_kernel(const __grid_constant__ LayerNormParams p) {
   constexpr int kRowsPerBlock = kWarpRowThreads / kLanes;
   const int lane_idx = static_cast<int>(threadIdx.x) % kLanes;
   const int64_t stride = static_cast<int64_t>(gridDim.x) * kRowsPerBlock;
@@ -245,7 +256,8 @@ __global__ void __launch_bounds__(kWarpRowThreads, kAligned ? 3 : 2) layer_norm_
 
 // Several blocks on a multiprocessor: while one reduces, others load and store.
 template <class T, int kPacks>
-__global__ void __launch_bounds__(kLayerNormBlockPacks / kPacks, 2) layer_norm_block_registers_kernel(const __grid_constant__ LayerNormParams p) {
+__global__ void __launch_bounds__(kLayerNormBlockPacks / kPacks, 2)
+    layer_norm_block_registers_kernel(const __grid_constant__ LayerNormParams p) {
   __shared__ float scratch[32];
   const int thread_idx = static_cast<int>(threadIdx.x), threads = static_cast<int>(blockDim.x);
   for (int64_t row_idx = blockIdx.x; row_idx < p.rows; row_idx += gridDim.x) {
@@ -253,13 +265,17 @@ __global__ void __launch_bounds__(kLayerNormBlockPacks / kPacks, 2) layer_norm_b
     RegisterRow<T, kPacks, true> registers;
     registers.load(row, thread_idx, threads);
     SplitMean mean;
-    if (!p.rms) mean = row.mean(block_reduce(registers.accumulate(row, thread_idx, threads, Deviation{row.pivot}), scratch, SumOp{}));
-    const float square_sum = block_reduce(registers.accumulate(row, thread_idx, threads, SquaredDeviation{mean}), scratch, SumOp{});
+    if (!p.rms) {
+      const float sum = registers.accumulate(row, thread_idx, threads, Deviation{row.pivot});
+      mean = row.mean(block_reduce(sum, scratch, SumOp{}));
+    }
+    const float square_sum =
+        block_reduce(registers.accumulate(row, thread_idx, threads, SquaredDeviation{mean}), scratch, SumOp{});
     registers.normalize(row, thread_idx, threads, mean, square_sum);
   }
 }
 
-// --- A row in shared memory, or read again ----------------------------------------------------------------------------
+// --- A row in shared memory, or read again ---------------------------------------------------------------------------
 
 // Calls body(pack_idx, pack) for this thread's packs; kUnroll of them are under way at once.
 template <int kUnroll, class T, class Index, class Fetch, class Body>
@@ -281,7 +297,8 @@ __device__ __forceinline__ void for_packs(const NormRow<T, Index, false>& row, c
 // kShared: s stays in shared memory between the passes. A thread reads back only packs that it wrote itself, so that no
 // barrier is needed for them.
 template <class T, bool kShared>
-__global__ void __launch_bounds__(kBlockRowThreads, 1) layer_norm_block_kernel(const __grid_constant__ LayerNormParams p) {
+__global__ void __launch_bounds__(kBlockRowThreads, 1)
+    layer_norm_block_kernel(const __grid_constant__ LayerNormParams p) {
   using Index = std::conditional_t<kShared, int, int64_t>;
   constexpr int kUnroll = 4;
   __shared__ float scratch[32];
@@ -309,34 +326,39 @@ __global__ void __launch_bounds__(kBlockRowThreads, 1) layer_norm_block_kernel(c
     SplitMean mean;
     if (!p.rms) mean = row.mean(block_reduce(total, scratch, SumOp{}));
     total = 0.0F;
-    for_packs<kUnroll>(row, sum_again, [&](Index pack_idx, const Pack<T>& s) { total += row.accumulate(s, pack_idx, SquaredDeviation{mean}); });
+    for_packs<kUnroll>(row, sum_again, [&](Index pack_idx, const Pack<T>& s) {
+      total += row.accumulate(s, pack_idx, SquaredDeviation{mean});
+    });
     const float rstd = row.rstd(block_reduce(total, scratch, SumOp{}));
-    for_packs<kUnroll>(row, sum_again, [&](Index pack_idx, const Pack<T>& s) { row.normalize(s, pack_idx, mean, rstd); });
+    for_packs<kUnroll>(row, sum_again,
+                       [&](Index pack_idx, const Pack<T>& s) { row.normalize(s, pack_idx, mean, rstd); });
   }
 }
 
-// --- Launchers --------------------------------------------------------------------------------------------------------
+// --- Launchers -------------------------------------------------------------------------------------------------------
 
 bool is_empty(const LayerNormParams& p) { return p.rows == 0 || p.cols == 0; }
 
 template <class T, int kLanes, int kPacks, bool kAligned>
 Status launch_warp(const LayerNormParams& p, const ExecContext& context) {
   const int64_t blocks = ceil_div(p.rows, kWarpRowThreads / kLanes);
-  return launch("layer_norm_warp_per_row", layer_norm_warp_per_row_kernel<T, kLanes, kPacks, kAligned>, grid_size(blocks), kWarpRowThreads, 0, context, p);
+  return launch("layer_norm_warp_per_row", layer_norm_warp_per_row_kernel<T, kLanes, kPacks, kAligned>,
+                grid_size(blocks), kWarpRowThreads, 0, context, p);
 }
 
 template <class T, int kPacks>
 Status launch_registers(const LayerNormParams& p, int64_t packs, const ExecContext& context) {
   const auto threads = static_cast<unsigned>(ceil_div(ceil_div(packs, kPacks), 32) * 32);
-  return launch("layer_norm_block_registers", layer_norm_block_registers_kernel<T, kPacks>, grid_size(p.rows), threads, 0, context, p);
+  return launch("layer_norm_block_registers", layer_norm_block_registers_kernel<T, kPacks>, grid_size(p.rows), threads,
+                0, context, p);
 }
 
 template <class T, bool kShared>
 Status launch_block(const LayerNormParams& p, int64_t packs, size_t smem_bytes, const ExecContext& context) {
   const int64_t wanted = ceil_div(ceil_div(packs, 4), 32) * 32;  // four packs a thread and pass
   const auto threads = static_cast<unsigned>(wanted < kBlockRowThreads ? wanted : kBlockRowThreads);
-  return launch(kShared ? "layer_norm_block_shared" : "layer_norm_block_reread", layer_norm_block_kernel<T, kShared>, grid_size(p.rows), threads,
-                smem_bytes, context, p);
+  return launch(kShared ? "layer_norm_block_shared" : "layer_norm_block_reread", layer_norm_block_kernel<T, kShared>,
+                grid_size(p.rows), threads, smem_bytes, context, p);
 }
 
 }  // namespace
@@ -371,7 +393,8 @@ Status launch_layer_norm_block_shared(const LayerNormParams& p, const ExecContex
   return dispatch(p.dtype, [&](auto tag) -> Status {
     using T = typename decltype(tag)::type;
     static SmemLimit limit;
-    ORTPLUGINS_RETURN_IF_ERROR(limit.raise(layer_norm_block_kernel<T, true>, *context.device, layer_norm_shared_bytes(*context.device)));
+    ORTPLUGINS_RETURN_IF_ERROR(
+        limit.raise(layer_norm_block_kernel<T, true>, *context.device, layer_norm_shared_bytes(*context.device)));
     return launch_block<T, true>(p, packs, static_cast<size_t>(packs * kPackBytes), context);
   });
 }

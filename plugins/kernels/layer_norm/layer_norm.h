@@ -11,8 +11,9 @@ namespace ortplugins {
 
 // A row is what is normalised together: `cols` neighbouring elements.
 //
-// s is x + bias + residual in float32, added in this order and rounded to the element type once. Statistics are those of
-// the rounded s: y does not depend on whether `sum` is asked for, and equals what a norm that reads `sum` would give.
+// s is x + bias + residual in float32, added in this order and rounded to the element type once. Statistics are those
+// of the rounded s: y does not depend on whether `sum` is asked for, and equals what a norm that reads `sum` would
+// give.
 struct LayerNormParams {
   const void* x = nullptr;
   const void* residual = nullptr;  // (residual_rows, cols); row i of x takes row i % residual_rows
@@ -28,7 +29,9 @@ struct LayerNormParams {
 
   // Whether s is something other than x.
   ORTPLUGINS_HOST_DEVICE bool adds() const { return bias != nullptr || residual != nullptr; }
-  ORTPLUGINS_HOST_DEVICE int64_t residual_row(int64_t row) const { return residual_rows == rows ? row : row % residual_rows; }
+  ORTPLUGINS_HOST_DEVICE int64_t residual_row(int64_t row) const {
+    return residual_rows == rows ? row : row % residual_rows;
+  }
 };
 
 // The mean of a row as the sum of two floats, from the mean of s - pivot. (s - high) - low is a deviation to float32

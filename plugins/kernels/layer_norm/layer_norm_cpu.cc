@@ -1,11 +1,12 @@
 // FusedLayerNorm on the CPU, one row at a time.
 //
-// LayerNorm takes two passes for its statistics: the mean, then the squared deviations from it. The mean is found as that
-// of s - pivot, where the pivot is the mean of the first vector: the difference of numbers close to each other is exact, so
-// that a large mean costs no accuracy, and a row of equal values has deviations of exactly 0. RMSNorm takes one pass.
+// LayerNorm takes two passes for its statistics: the mean, then the squared deviations from it. The mean is found as
+// that of s - pivot, where the pivot is the mean of the first vector: the difference of numbers close to each other is
+// exact, so that a large mean costs no accuracy, and a row of equal values has deviations of exactly 0. RMSNorm takes
+// one pass.
 //
-// Where s is x in float32, every pass reads x, which the first one has brought into L1. Otherwise the first pass leaves s
-// in a buffer in L1; a row longer than that is added up again in each pass.
+// Where s is x in float32, every pass reads x, which the first one has brought into L1. Otherwise the first pass leaves
+// s in a buffer in L1; a row longer than that is added up again in each pass.
 #include <cmath>
 #include <cstdint>
 
@@ -21,8 +22,8 @@ using simd::kWidth;
 using simd::load_lanes;
 using simd::store_lanes;
 
-constexpr int64_t kBufferCols = 4096;     // 16 KiB: half of the smallest L1
-constexpr int64_t kSumCols = 2048;        // summed in vectors before they join the row's sum: rounding errors stay small
+constexpr int64_t kBufferCols = 4096;  // 16 KiB: half of the smallest L1
+constexpr int64_t kSumCols = 2048;     // summed in vectors before they join the row's sum: rounding errors stay small
 constexpr int64_t kTaskElements = 16384;  // a few us, several times the cost of handing out a task
 constexpr int64_t kMaxTasks = 32;
 // An output larger than this will not be read back from a cache; writing past the caches saves reading its lines first.
@@ -37,14 +38,16 @@ class Rows {
         gamma_(static_cast<const T*>(p.gamma)),
         beta_(static_cast<const T*>(p.beta)),
         bias_(static_cast<const T*>(p.bias)),
-        streaming_(sizeof(T) == sizeof(float) && p.rows * p.cols * static_cast<int64_t>(sizeof(T)) >= kStreamingBytes) {}
+        streaming_(sizeof(T) == sizeof(float) && p.rows * p.cols * static_cast<int64_t>(sizeof(T)) >= kStreamingBytes) {
+  }
 
   void run(int64_t first_row, int64_t end_row) {
     for (int64_t row = first_row; row < end_row; ++row) {
       x_ = static_cast<const T*>(p_.x) + row * p_.cols;
       y_ = static_cast<T*>(p_.y) + row * p_.cols;
       if constexpr (kAdds) {
-        residual_ = p_.residual == nullptr ? nullptr : static_cast<const T*>(p_.residual) + p_.residual_row(row) * p_.cols;
+        residual_ =
+            p_.residual == nullptr ? nullptr : static_cast<const T*>(p_.residual) + p_.residual_row(row) * p_.cols;
         sum_ = p_.sum == nullptr ? nullptr : static_cast<T*>(p_.sum) + row * p_.cols;
       }
       if constexpr (kAdds || sizeof(T) != sizeof(float)) {
@@ -155,7 +158,8 @@ Status run(const LayerNormParams& p, const ExecContext& context) {
   int64_t tasks = p.rows * p.cols / kTaskElements;
   tasks = tasks > kMaxTasks ? kMaxTasks : tasks;
   tasks = tasks > p.rows ? p.rows : tasks < 1 ? 1 : tasks;
-  context.pool.parallel_for(tasks, [&](int64_t task) { Rows<T, kAdds, kRms>(p).run(p.rows * task / tasks, p.rows * (task + 1) / tasks); });
+  context.pool.parallel_for(
+      tasks, [&](int64_t task) { Rows<T, kAdds, kRms>(p).run(p.rows * task / tasks, p.rows * (task + 1) / tasks); });
   return {};
 }
 
@@ -170,10 +174,14 @@ Status run(const LayerNormParams& p, const ExecContext& context) {
 Status ORTPLUGINS_CPU_NAME(launch_layer_norm_cpu)(const LayerNormParams& p, const ExecContext& context) {
   if (p.rows == 0 || p.cols == 0) return {};
   switch (p.dtype) {
-    case DType::kFloat32: return run<float>(p, context);
-    case DType::kFloat16: return run<Float16>(p, context);
-    case DType::kBFloat16: return run<BFloat16>(p, context);
-    default: return Status::unsupported("x", "no kernel for this element type");
+    case DType::kFloat32:
+      return run<float>(p, context);
+    case DType::kFloat16:
+      return run<Float16>(p, context);
+    case DType::kBFloat16:
+      return run<BFloat16>(p, context);
+    default:
+      return Status::unsupported("x", "no kernel for this element type");
   }
 }
 

@@ -20,7 +20,8 @@ inline int64_t layer_norm_row_packs(const LayerNormParams& params) {
 // Whether rows are whole packs and every tensor lies on a pack boundary.
 inline bool layer_norm_aligned(const LayerNormParams& p) {
   uintptr_t low_bits = static_cast<uintptr_t>(p.cols) * size_of(p.dtype);
-  for (const void* data : {p.x, p.residual, p.gamma, p.beta, p.bias, static_cast<const void*>(p.y), static_cast<const void*>(p.sum)}) {
+  for (const void* data :
+       {p.x, p.residual, p.gamma, p.beta, p.bias, static_cast<const void*>(p.y), static_cast<const void*>(p.sum)}) {
     low_bits |= reinterpret_cast<uintptr_t>(data);
   }
   return low_bits % 16 == 0;

@@ -165,7 +165,8 @@ ATTENTION = Workload(
 def _layer_norm_inputs(p: Problem, rng: np.random.Generator) -> Arrays:
     shape = (p["rows"], p["cols"])
     gamma, beta = (rng.standard_normal(p["cols"], np.float32) for _ in range(2))
-    return [rng.standard_normal(shape, np.float32), rng.standard_normal(shape, np.float32) if p.get("residual") else None, gamma, beta]
+    residual = rng.standard_normal(shape, np.float32) if p.get("residual") else None
+    return [rng.standard_normal(shape, np.float32), residual, gamma, beta]
 
 
 def _layer_norm_stock(p: Problem, inputs: Arrays) -> onnx.ModelProto:
@@ -189,7 +190,8 @@ LAYER_NORM = Workload(
     flops=lambda p: 8.0 * p["rows"] * p["cols"],
     bytes=lambda p, size: (3.0 if p.get("residual") else 2.0) * size * p["rows"] * p["cols"],
     constants=(2, 3),
-    cpu=[{"rows": r, "cols": c, **extra} for extra in ({}, {"residual": True}) for r, c in ((128, 384), (1024, 768), (4096, 768))],
+    cpu=[{"rows": r, "cols": c, **extra}
+         for extra in ({}, {"residual": True}) for r, c in ((128, 384), (1024, 768), (4096, 768))],
 )
 
 WORKLOADS: dict[str, Workload] = {w.spec.kernel: w for w in (SOFTMAX, GEMM, ATTENTION, LAYER_NORM)}
