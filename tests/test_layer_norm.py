@@ -15,6 +15,7 @@ OP = "FusedLayerNorm"
 NORMS = ("layer_norm", "rms_norm")
 DTYPES = ops.FLOAT_TYPES
 VARIANTS = variant_params(OP)
+TABLE_ROWS = [p for p in VARIANTS if p.values[0] in native.variants(OP)]
 
 
 def tensors(rng: np.random.Generator, shapes, dtype: str = "float32") -> list[np.ndarray | None]:
@@ -97,7 +98,7 @@ def test_y_is_the_norm_of_the_written_sum(variant, dtype, cols):
 @pytest.mark.parametrize("offset", range(8))
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("cols", (64, 769, 5000))
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", TABLE_ROWS)
 def test_alignment(variant, cols, dtype, offset):
     """Every tensor at another distance from a 64-byte boundary; all at one boundary where the offset is 0."""
     values = tensors(np.random.default_rng(offset), [(5, cols), (5, cols), (cols,), (cols,), (cols,)], dtype)
