@@ -5,6 +5,7 @@ The plain version sets the bound: a kernel may err at most twice as much as it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -176,3 +177,93 @@ def layer_norm_reference(
     if beta is not None:
         y = y + beta.astype(np.float64)
     return y, total
+
+
+@dataclass(frozen=True)
+class SoftmaxResult:
+    """``y``; ``score``: scale * x + mask, -inf where a boolean mask hides an element; ``weight``: the softmax, also where
+    ``y`` is its logarithm; ``magnitude``: the sum of the magnitudes that went into each score."""
+
+    y: np.ndarray
+    score: np.ndarray
+    weight: np.ndarray
+    magnitude: np.ndarray
+
+
+def softmax_reference(inputs: Sequence[np.ndarray | None], attrs: Mapping[str, Any] | None = None) -> SoftmaxResult:
+    """FusedSoftmax in float64."""
+    attrs = dict(attrs or {})
+    x, mask = [*inputs, None][:2]
+    axis = attrs.get("axis", -1)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        score = x.astype(np.float64) * float(np.float32(attrs.get("scale", 1.0)))
+        magnitude = np.abs(score)
+        if mask is not None and mask.dtype == np.dtype(bool):
+            score = np.where(mask, score, -np.inf)
+        elif mask is not None:
+            score = score + mask.astype(np.float64)
+            magnitude = magnitude + np.abs(mask.astype(np.float64))
+        # The maximum of a row with NaN is NaN, so that only rows of nothing but -inf count as masked.
+        top = np.max(score, axis=axis, keepdims=True, initial=-np.inf)
+        shifted = score - np.where(np.isneginf(top), 0.0, top)
+        weight = np.exp(shifted)
+        total = weight.sum(axis=axis, keepdims=True)
+        weight = np.where(np.isneginf(top), 0.0, weight / total)
+        y = np.where(np.isneginf(top), -np.inf, shifted - np.log(total)) if attrs.get("log", 0) else weight
+    return SoftmaxResult(y, score, weight, np.where(np.isneginf(score), 0.0, magnitude))
+
+
+_erfc = np.vectorize(math.erfc, otypes=[np.float64])
+
+
+def _gelu(x: np.ndarray) -> np.ndarray:
+    return 0.5 * x * _erfc(-x / math.sqrt(2.0)) if x.size else x  # 1 + erf(x) would cancel
+
+
+def _times_sigmoid(x: np.ndarray, u: np.ndarray) -> np.ndarray:
+    with np.errstate(over="ignore"):
+        return x / (1.0 + np.exp(-u))
+
+
+ACTIVATIONS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
+    "none": lambda x: x,
+    "relu": lambda x: np.maximum(x, 0.0),
+    "gelu": _gelu,
+    "gelu_tanh": lambda x: _times_sigmoid(x, 2.0 * math.sqrt(2.0 / math.pi) * (x + 0.044715 * x**3)),
+    "silu": lambda x: _times_sigmoid(x, x),
+    "quick_gelu": lambda x: _times_sigmoid(x, 1.702 * x),
+}
+
+
+@dataclass(frozen=True)
+class GemmResult:
+    """``y``; ``product_size``: |alpha| |op(a)| |op(b)|; ``addend_size``: |beta bias| + |residual|; ``before``: what the
+    activation is applied to."""
+
+    y: np.ndarray
+    product_size: np.ndarray
+    addend_size: np.ndarray
+    before: np.ndarray
+
+
+def gemm_reference(inputs: Sequence[np.ndarray | None], attrs: Mapping[str, Any] | None = None) -> GemmResult:
+    """FusedGemm in float64."""
+    attrs = dict(attrs or {})
+    a, b, bias, residual = [None if t is None else t.astype(np.float64) for t in [*inputs, None, None][:4]]
+    if attrs.get("transA", 0):
+        a = a.swapaxes(-1, -2)
+    if attrs.get("transB", 0):
+        b = b.swapaxes(-1, -2)
+    alpha, beta = (float(np.float32(attrs.get(name, 1.0))) for name in ("alpha", "beta"))
+    with np.errstate(invalid="ignore"):
+        before = alpha * (a @ b)
+        product_size = abs(alpha) * (np.abs(a) @ np.abs(b))
+        addend_size = np.zeros_like(before)
+        if bias is not None and beta != 0.0:  # as in BLAS: a bias that does not count is not read
+            before = before + beta * bias
+            addend_size = addend_size + np.abs(beta * bias)
+        if residual is not None:
+            before = before + residual
+            addend_size = addend_size + np.abs(residual)
+        y = ACTIVATIONS[attrs.get("activation", "none")](before)
+    return GemmResult(y, product_size, addend_size, before)

@@ -219,8 +219,8 @@ class Lanes {
     scale_ = simd::broadcast(p.scale);
     if constexpr (kMask != Mask::kNone) inspect_mask();
 
-    Float m[kVectors], sum[kVectors];
-    for (int v = 0; v < kVectors; ++v) m[v] = simd::broadcast(-kInfinity), sum[v] = simd::zero();
+    Float m[kVectors], sum[kVectors], part[kVectors];
+    for (int v = 0; v < kVectors; ++v) m[v] = simd::broadcast(-kInfinity), sum[v] = part[v] = simd::zero();
     for_each([&](int64_t step, int v, int64_t n) {
       const Float s = score_at(step, v, n);
       m[v] = simd::max(m[v], n == kWidth ? s : simd::lane_mask(n) ? s : simd::broadcast(-kInfinity));
@@ -231,8 +231,13 @@ class Lanes {
     for (int v = 0; v < kVectors; ++v) shift[v] = m[v] == -kInfinity ? simd::zero() : m[v];
     for_each([&](int64_t step, int v, int64_t n) {
       const Float e = simd::exp_nonpositive(score_at(step, v, n) - shift[v]);
-      sum[v] += n == kWidth ? e : simd::lane_mask(n) ? e : simd::zero();
+      part[v] += n == kWidth ? e : simd::lane_mask(n) ? e : simd::zero();
+      if (step % 64 == 63) {  // one long sum would lose a digit on thousands of columns
+        sum[v] += part[v];
+        part[v] = simd::zero();
+      }
     });
+    for (int v = 0; v < kVectors; ++v) sum[v] += part[v];
     if (period < lanes) fold(sum[0], [](float a, float b) { return a + b; });
 
     Float last[kVectors];  // log of the sum, or the factor
