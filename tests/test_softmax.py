@@ -40,14 +40,14 @@ class Case:
     dtypes: tuple[str, ...] = ops.FLOAT_TYPES
 
     def make_mask(self, rng: np.random.Generator, dtype: str) -> np.ndarray:
-        kept = rng.random(self.mask) < 0.7
-        values = random_tensor(rng, self.mask, dtype)
+        kept = np.asarray(rng.random(self.mask) < 0.7)  # NumPy makes no array of rank 0
+        values = np.asarray(random_tensor(rng, self.mask, dtype))
         if self.mask_kind == "bool":
             return kept
         if self.mask_kind == "add":
             return values
         hidden = {"-inf": -np.inf, "lowest": LOWEST[dtype]}[self.mask_kind]
-        return np.where(kept, values, numpy_dtype(dtype).type(hidden))
+        return np.asarray(np.where(kept, values, numpy_dtype(dtype).type(hidden)))
 
     def inputs(self, dtype: str) -> Inputs:
         rng = np.random.default_rng(zlib.crc32(self.name.encode()))
