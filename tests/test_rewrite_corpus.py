@@ -98,3 +98,30 @@ def test_comparison_rejects_a_wrong_scale() -> None:
     errors = [relative_error(a, e) for a, e in zip(ours(model)(feeds), expected)]
     assert max(errors) > 1e-3
     assert not np.isnan(errors).any()
+
+
+def _unused(model: onnx.ModelProto) -> set[str]:
+    used = {o.name for o in model.graph.output} | {i for n in model.graph.node for i in n.input}
+    return {n.name for n in model.graph.node if not any(o in used for o in n.output)}
+
+
+@pytest.mark.parametrize("name", corpus())
+def test_nothing_unused_is_left(name: str) -> None:
+    source = onnx.load(CORPUS / name)
+    model = rewrite(source).model
+    assert _unused(model) <= _unused(source)
+    read = {i for n in model.graph.node for i in n.input}
+    assert {t.name for t in model.graph.initializer} <= read
+
+
+PAST = [n for n in corpus() if "past" in n]
+
+
+@pytest.mark.parametrize("name", PAST)
+def test_the_cache_goes_into_the_operator(name: str) -> None:
+    model = rewrite(CORPUS / name).model
+    nodes = [n for n in model.graph.node if n.op_type == "FusedAttention"]
+    outputs = {o.name for o in model.graph.output}
+    for node in nodes:
+        assert node.input[4] and node.input[5]
+        assert set(node.output[1:]) <= outputs

@@ -63,6 +63,7 @@ class Rewriter:
         self._keep = frozenset(keep)
         self._options = options
         self._progress = progress
+        self._memo: dict[ir.Graph | ir.Function, dict[object, ir.Value]] = {}
         self._names = Names(set(_used_names(model)))
 
     def run(self) -> Report:
@@ -118,13 +119,15 @@ class Rewriter:
             kept = next((n for n in (*match.nodes, *plan.nodes) if n.name and n.name in self._keep), None)
             if kept is not None:
                 return skipped("the node is kept on request", kept)
-            tape = Tape(facts, self._names, _name(match.centre), sizes.vector)
+            memo = self._memo.setdefault(graph, {})
+            tape = Tape(facts, self._names, _name(match.centre), sizes.vector, memo)
             replacement = rule.rewrite(plan, tape, self._options)
         except Refused as refusal:
             if tape is not None:
                 for node in tape.nodes:
                     _detach(node)
             return skipped(refusal.reason, refusal.node)
+        memo.update(tape.memorised)
         self._splice(graph, match.centre, plan.nodes, tape, replacement.values, facts, sizes)
         return Site(rule.kind, names, "fused", rule.op, None, None, path)
 
@@ -150,6 +153,11 @@ class Rewriter:
             if node.domain == DOMAIN:
                 node.metadata_props.update(centre.metadata_props)
                 node.doc_string = node.doc_string or centre.doc_string
+        for old, _ in values[1:]:
+            # Who asks for the shape of a second result may stand in front of the new node.
+            for reader in [n for n in old.consumers() if facts.is_size_read(n)]:
+                sizes.redirect(reader)
+                reader.graph.remove(reader, safe=True)
         for old, new in values:
             new.type = old.type if old.type is not None else new.type
             new.shape = old.shape if old.shape is not None else new.shape
@@ -158,7 +166,7 @@ class Rewriter:
             facts.copy(old, new)
             old.replace_all_uses_with(new, replace_graph_outputs=True)
             new.name, old.name = old.name, new.name
-        sweep(old_nodes, facts, sizes)
+        sweep([*(old.producer() for old, _ in values), *old_nodes], facts, sizes)
         for node in tape.nodes:
             if node.domain == DOMAIN and centre.graph is None and centre.name:
                 node.name = centre.name

@@ -35,8 +35,18 @@ class Tape:
     `vector` gives sizes that are formulas over those of the graph's inputs as a value.
     """
 
-    def __init__(self, facts: Facts, names: Names, base: str, vector: Callable[[Shape], ir.Value] | None = None) -> None:
+    def __init__(
+        self,
+        facts: Facts,
+        names: Names,
+        base: str,
+        vector: Callable[[Shape], ir.Value] | None = None,
+        memo: Mapping[object, ir.Value] | None = None,
+    ) -> None:
         self._vector = vector
+        self._memo = memo or {}
+        self.memorised: dict[object, ir.Value] = {}
+        """What later sites of the same graph may use again, by what it was made from."""
         self.facts = facts
         self.nodes: list[ir.Node] = []
         self.initializers: list[ir.Value] = []
@@ -95,6 +105,13 @@ class Tape:
 
     def ints(self, values: Sequence[int]) -> ir.Value:
         return self.constant(np.array(values, np.int64))
+
+    def shared(self, key: object, make: Callable[[], ir.Value]) -> ir.Value:
+        """A value that sites have in common: made by the first one that needs it."""
+        if key in self._memo:
+            return self._memo[key]
+        self.memorised[key] = make()
+        return self.memorised[key]
 
     def folded(self, value: ir.Value, function: Callable[[np.ndarray], np.ndarray]) -> ir.Value:
         """A constant computed from a constant. The work is done when the model is written, not before."""

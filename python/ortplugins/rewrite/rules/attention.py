@@ -9,8 +9,8 @@ broadcasts to the scores, a head is an axis that both products treat as a batch.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import onnx_ir as ir
 
@@ -18,9 +18,10 @@ from ..facts import REFERENCE, Facts, at_most, attr, op_of, tensor_of
 from ..layout import Arrangement, Factor, flat, resolve, same, sizes
 from ..operands import Level, downstream, is_no_op, scalar_operand, step_forward, upstream
 from ..report import Refused
-from ..symbolic import Size
+from ..symbolic import Size, exact_div
 from ..tape import Tape, flat_solid
-from . import Match, Options, Replacement
+from . import Match, Options, Replacement, masks
+from .masks import Term
 
 _TYPES = (ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 
@@ -32,18 +33,6 @@ _CARRIERS: dict[str, tuple[int, ...]] = {
 }
 _PATH_LIMIT = 20
 _PATHS = 6
-
-
-@dataclass
-class Term:
-    """One step that masks the scores. `arrangement` is that of the scores it broadcasts to, on the right."""
-
-    value: ir.Value
-    arrangement: Arrangement
-    node: ir.Node
-    factor: float = 1.0
-    fill: float | None = None  # None: added; else a choice: where it is not kept, the score becomes this
-    keep: bool = True  # the value is true where the score is kept
 
 
 @dataclass
@@ -67,6 +56,18 @@ class Problem:
     nodes: list[ir.Node] = field(default_factory=list)
     dtype: ir.DataType = ir.DataType.FLOAT
     is_causal: bool = False
+    window: int = -1
+    window_right: int = -1
+    past_k: ir.Value | None = None
+    past_v: ir.Value | None = None
+    present_k: ir.Value | None = None  # what the graph has for past and new keys together, where it is used elsewhere
+    present_v: ir.Value | None = None
+    total_lengths: ir.Value | None = None
+    own: Factor | None = None  # the sequence of k and v themselves; sk is the cache's as well
+
+    @property
+    def kv(self) -> Factor:
+        return self.own or self.sk
 
 
 @dataclass
@@ -83,6 +84,7 @@ class Plan:
     heads_q: list[Factor]
     heads_kv: list[Factor]
     nodes: list[ir.Node]
+    masks: masks.Masks
 
     @property
     def scale(self) -> float:
@@ -188,31 +190,38 @@ class AttentionRule:
     def rewrite(self, plan: Plan, tape: Tape, options: Options) -> Replacement:
         problem = plan.problem
         target = _forms(problem, plan.heads_q, problem.sq, problem.d)[plan.layout, plan.rank]
-        target_k = _forms(problem, plan.heads_kv, problem.sk, problem.d)[plan.layout, plan.rank]
-        target_v = _forms(problem, plan.heads_kv, problem.sk, problem.dv)[plan.layout, plan.rank]
+        target_k = _forms(problem, plan.heads_kv, problem.kv, problem.d)[plan.layout, plan.rank]
+        target_v = _forms(problem, plan.heads_kv, problem.kv, problem.dv)[plan.layout, plan.rank]
         target_y = _forms(problem, plan.heads_q, problem.sq, problem.dv)[plan.layout, plan.rank]
         q = plan.q.value
         for factor in problem.q_factors:
             q = tape.op("Mul", [q, factor.value])
-        mask = _mask(problem, tape)
+        mask = masks.emit(plan.masks, _canonical(problem), problem.dtype, tape)
         heads, kv_heads = (int(_count(h)) if plan.rank == 3 else 0 for h in (plan.heads_q, plan.heads_kv))
         inputs = [
             tape.arrange(q, plan.q.arrangement, target),
             tape.arrange(plan.k.value, plan.k.arrangement, target_k),
             tape.arrange(plan.v.value, plan.v.arrangement, target_v),
             mask,
+            problem.past_k,
+            problem.past_v,
+            problem.total_lengths,
         ]
+        presents = problem.present_k is not None or problem.present_v is not None
         node = tape.fused("FusedAttention", inputs, {
             "layout": plan.layout,
             "num_heads": heads,
             "kv_num_heads": 0 if kv_heads == heads else kv_heads,
             "scale": float(plan.scale),
-            "is_causal": int(problem.is_causal),
+            "is_causal": int(plan.masks.is_causal),
             "softcap": float(problem.softcap),
+            "window": plan.masks.window,
+            "window_right": plan.masks.window_right,
             "precision": options.precision.get(self.op, "ieee"),
-        })
+        }, outputs=3 if presents else 1)
         y = tape.arrange(node.outputs[0], target_y, plan.out.arrangement)
-        return Replacement([(plan.out.value, y)])
+        olds = (problem.present_k, problem.present_v) if presents else ()
+        return Replacement([(plan.out.value, y), *((old, new) for old, new in zip(olds, node.outputs[1:]) if old is not None)])
 
 
 # -- what the graph computes
@@ -549,18 +558,16 @@ def _letters_factors(problem: Problem, out_letters: str, qk: ir.Node, facts: Fac
 
 def _standard(facts: Facts, node: ir.Node) -> Problem:
     """The ONNX Attention operator."""
-    inputs = [*node.inputs, *[None] * (7 - len(node.inputs))]
-    q, k, v, mask, past_k, past_v, lengths = inputs[:7]
-    if any(o.uses() or o.is_graph_output() for o in node.outputs[1:]):
-        raise Refused("the node has more than its first output in use", node)
-    if past_k is not None or past_v is not None or lengths is not None:
-        raise Refused("past or valid lengths are inputs of the node", node)
+    q, k, v, mask, past_k, past_v, lengths = [*node.inputs, *[None] * (7 - len(node.inputs))][:7]
+    outputs = [*node.outputs, *[None] * (4 - len(node.outputs))]
+    used = [o is not None and bool(o.uses() or o.is_graph_output()) for o in outputs]
+    if used[3]:
+        raise Refused("the node gives its scores out", node)
     if any(a.is_ref() for a in node.attributes.values()):
         raise Refused("an attribute of the node is an attribute of the function", node)
-    if attr(node, "qk_matmul_output_mode", 0) and len(node.outputs) > 3:
-        raise Refused("the node gives its scores out", node)
     unknown = set(node.attributes) - {
-        "is_causal", "scale", "softcap", "q_num_heads", "kv_num_heads", "qk_matmul_output_mode", "softmax_precision"}
+        "is_causal", "scale", "softcap", "q_num_heads", "kv_num_heads", "qk_matmul_output_mode", "softmax_precision",
+        "left_window_size", "right_window_size"}
     if unknown:
         raise Refused(f"attribute {sorted(unknown)[0]} is not understood", node)
     if attr(node, "softmax_precision", 1) == ir.DataType.DOUBLE:
@@ -573,12 +580,14 @@ def _standard(facts: Facts, node: ir.Node) -> Problem:
         n, nkv = qs[1], ks[1]
     else:
         n, nkv = attr(node, "q_num_heads"), attr(node, "kv_num_heads")
-    from ..symbolic import exact_div
-
     group = exact_div(n, nkv)
     if group is None:
         raise Refused(f"{n} query heads are not known to be a multiple of {nkv} key heads", node)
-    b, s, j = Factor("b", qs[0]), Factor("s", qs[-2]), Factor("k", ks[-2])
+    b, s, own = Factor("b", qs[0]), Factor("s", qs[1] if len(qs) == 3 else qs[2]), Factor("k", ks[1] if len(ks) == 3 else ks[2])
+    past = facts.shape(past_k) if past_k is not None else (0, 0, 0, 0)
+    if past is None or (past_k is None) != (past_v is None):
+        raise Refused("the cache is not known to be two tensors of rank 4", node)
+    j = Factor("j", own.size + past[2]) if past_k is not None else own
     heads_kv, groups = Factor("n", nkv), Factor("g", group)
     if len(qs) == 4:
         d, dv = Factor("d", qs[3]), Factor("v", vs[3])
@@ -603,10 +612,13 @@ def _standard(facts: Facts, node: ir.Node) -> Problem:
             raise Refused("the head size is not known", node)
         scale = 1.0 / math.sqrt(d.size)
     return Problem(
-        q=Level(q, arranged(both, s, d)), k=Level(k, arranged([heads_kv], j, d)), v=Level(v, arranged([heads_kv], j, dv)),
+        q=Level(q, arranged(both, s, d)), k=Level(k, arranged([heads_kv], own, d)), v=Level(v, arranged([heads_kv], own, dv)),
         out=Level(node.outputs[0], arranged(both, s, dv)),
         batch=[b], heads=both, sq=s, sk=j, d=d, dv=dv, scale=scale, softcap=float(attr(node, "softcap", 0.0)),
         terms=terms, nodes=[node], is_causal=bool(attr(node, "is_causal", 0)),
+        window=attr(node, "left_window_size", -1), window_right=attr(node, "right_window_size", -1),
+        past_k=past_k, past_v=past_v, total_lengths=lengths, own=own if past_k is not None else None,
+        present_k=outputs[1] if used[1] else None, present_v=outputs[2] if used[2] else None,
     )
 
 
@@ -637,7 +649,7 @@ def _choose_layout(facts: Facts, problem: Problem) -> Plan:
 
     q_levels = _upstream_of_type(facts, problem.q, dtype) if not problem.q_factors else [problem.q]
     k_levels = _upstream_of_type(facts, problem.k, dtype)
-    v_levels = _upstream_of_type(facts, problem.v, dtype)
+    v_levels = [x for x in _upstream_of_type(facts, problem.v, dtype) if x.scale == 1.0]
     out_levels = list(downstream(facts, problem.out.value, resolve(problem.out.arrangement)))
     for level in (*q_levels, *k_levels, *v_levels, *out_levels):
         level.arrangement = resolve(level.arrangement)
@@ -650,6 +662,8 @@ def _choose_layout(facts: Facts, problem: Problem) -> Plan:
     for term in problem.terms:
         term.arrangement = resolve(term.arrangement)
         _check_term(facts, problem, term)
+    k_levels, v_levels = _take_cache(facts, problem, heads, k_levels, v_levels)
+    reduced = _reduce_masks(facts, problem, 0 if problem.past_k is None else facts.shape(problem.past_k)[2])
 
     best: tuple[float, Plan] | None = None
     prefixes = [heads[:i] for i in range(len(heads) + 1)]
@@ -660,8 +674,8 @@ def _choose_layout(facts: Facts, problem: Problem) -> Plan:
         for (layout, rank), target in _forms(problem, heads, problem.sq, problem.d).items():
             if rank == 3 and not (isinstance(_count(heads), int) and isinstance(_count(kv_heads), int)):
                 continue
-            targets_k = _forms(problem, kv_heads, problem.sk, problem.d)[layout, rank]
-            targets_v = _forms(problem, kv_heads, problem.sk, problem.dv)[layout, rank]
+            targets_k = _forms(problem, kv_heads, problem.kv, problem.d)[layout, rank]
+            targets_v = _forms(problem, kv_heads, problem.kv, problem.dv)[layout, rank]
             targets_y = _forms(problem, heads, problem.sq, problem.dv)[layout, rank]
             picked = [_cheapest(levels, t) for levels, t in ((q_levels, target), (k_levels, targets_k), (v_levels, targets_v))]
             if any(p is None for p in picked):
@@ -669,7 +683,7 @@ def _choose_layout(facts: Facts, problem: Problem) -> Plan:
             out_cost, out = min(((_conversion(targets_y, level.arrangement) or 0.0) + _left(out_levels, level), i)
                                 for i, level in enumerate(out_levels) if _conversion(targets_y, level.arrangement) is not None)
             cost = out_cost + sum(p[0] for p in picked)
-            plan = Plan(problem, layout, rank, *(p[1] for p in picked), out_levels[out], heads, list(kv_heads), [])
+            plan = Plan(problem, layout, rank, *(p[1] for p in picked), out_levels[out], heads, list(kv_heads), [], reduced)
             if best is None or cost < best[0] - 1e-9:
                 best = (cost, plan)
         if best is not None:
@@ -677,10 +691,68 @@ def _choose_layout(facts: Facts, problem: Problem) -> Plan:
     if best is None:
         raise Refused("q, k, v and the result do not have a common order of batch and heads", problem.nodes[0])
     plan = best[1]
-    absorbed = [*plan.q.nodes, *plan.k.nodes, *plan.v.nodes]
     plan.nodes = [*problem.nodes, *plan.out.nodes]
-    del absorbed
     return plan
+
+
+def _take_cache(
+    facts: Facts, problem: Problem, heads: list[Factor], k_levels: list[Level], v_levels: list[Level]
+) -> tuple[list[Level], list[Level]]:
+    """Gives the cache to the operator where k and v are a cache and new keys and values, joined along the sequence.
+
+    Returns the levels of the new keys and values; the old ones where there is no cache, or one that cannot be given.
+    """
+    if problem.past_k is not None or problem.total_lengths is not None:
+        return k_levels, v_levels
+    found = []
+    for levels, dim in ((k_levels, problem.d), (v_levels, problem.dv)):
+        joined = _joined(facts, problem, heads, levels, dim)
+        if joined is None:
+            return k_levels, v_levels
+        found.append(joined)
+    (k_level, past_k, new_k), (v_level, past_v, new_v) = found
+    shapes = [facts.shape(v) for v in (past_k, past_v, new_k, new_v)]
+    if shapes[0][:3] != shapes[1][:3] or shapes[2][:3] != shapes[3][:3]:
+        return k_levels, v_levels
+    # Its shape can be had elsewhere, so only an output of the graph needs the joined tensor.
+    presents = [level.value if level.value.is_graph_output() else None for level in (k_level, v_level)]
+    problem.own = Factor("s", shapes[2][2])
+    problem.past_k, problem.past_v = past_k, past_v
+    problem.present_k, problem.present_v = presents
+    out = []
+    for level, new, dim in ((k_level, new_k, problem.d), (v_level, new_v, problem.dv)):
+        axes = level.arrangement
+        inner = upstream(facts, new, [axes[0], axes[1], [problem.own], axes[3]])
+        # The cache holds keys without the factor that the new ones would lose.
+        inner = [x for x in inner if x.scale == 1.0 and facts.dtype(x.value) == problem.dtype]
+        for x in inner:
+            x.arrangement = resolve(x.arrangement)
+            x.scale = level.scale
+        out.append(inner)
+    return out[0], out[1]
+
+
+def _joined(
+    facts: Facts, problem: Problem, heads: list[Factor], levels: list[Level], dim: Factor
+) -> tuple[Level, ir.Value, ir.Value] | None:
+    """The level that is a Concat of a cache and something new, both (batch, heads, sequence, dim)."""
+    batch = [leaf for f in problem.batch for leaf in f.leaves()]
+    level = levels[-1]
+    node = level.value.producer()
+    if op_of(node) != "Concat" or len(node.inputs) != 2 or len(level.arrangement) != 4 or node.graph is not problem.nodes[-1].graph:
+        return None
+    axis = attr(node, "axis")
+    if axis is REFERENCE or axis % 4 != 2:
+        return None
+    if not any(same(level.arrangement, [batch, heads[:i], problem.sk.leaves(), dim.leaves()]) for i in range(len(heads) + 1)):
+        return None
+    past, new = node.inputs
+    if past is None or new is None or facts.rank(past) != 4 or facts.rank(new) != 4 or facts.dtype(past) != problem.dtype:
+        return None
+    # Somebody who reads the joined keys in front of the attention would wait for it.
+    if any(n not in (problem.nodes[0], problem.nodes[-1], *(x for lv in levels for x in lv.nodes)) for n in facts.readers(level.value)):
+        return None
+    return level, past, new
 
 
 def _upstream_of_type(facts: Facts, level: Level, dtype: ir.DataType) -> list[Level]:
@@ -699,7 +771,8 @@ def _conversion(source: Arrangement, target: Arrangement) -> float | None:
         return None
     if same(source, target):
         return 0.0
-    return 0.1 if [id(f) for f in a] == [id(f) for f in b] else 1.0
+    reshape = 0.1 if len(source) != len(target) or [id(f) for f in a] == [id(f) for f in b] else 0.0
+    return reshape if [id(f) for f in a] == [id(f) for f in b] else 1.0 + reshape
 
 
 def _cheapest(levels: Sequence[Level], target: Arrangement) -> tuple[float, Level] | None:
@@ -734,106 +807,20 @@ def _check_term(facts: Facts, problem: Problem, term: Term) -> None:
     for size, axis in zip(shape, term.arrangement[len(term.arrangement) - len(shape):]):
         if isinstance(size, int) and size != 1 and isinstance(_size(axis), int) and size != _size(axis):
             raise Refused(f"the mask {_text(shape)} does not broadcast to the scores {_text(sizes(term.arrangement))}", term.node)
-    dtype = facts.dtype(term.value)
-    if term.fill is None and dtype != problem.dtype and _as_choice(facts, term) is None:
-        name = "unknown" if dtype is None else dtype.name
-        raise Refused(f"the mask is of type {name}, the operator takes {problem.dtype.name} and BOOL", term.node)
 
 
-def _as_choice(facts: Facts, term: Term) -> Term | None:
-    """An added Where(condition, 0, -inf) as the choice that it is."""
-    if term.fill is not None or term.factor <= 0:
-        return None
-    node = term.value.producer()
-    while node is not None and op_of(node) in ("Identity", "Expand") and node.inputs[0] is not None:
-        node = node.inputs[0].producer()
-    if op_of(node) != "Where":
-        return None
-    condition, x, y = node.inputs
-    numbers = facts.scalar(x), facts.scalar(y)
-    shape, own = facts.shape(condition), facts.shape(node.outputs[0])
-    if shape is None or shape != own or numbers not in ((0.0, -math.inf), (-math.inf, 0.0)):
-        return None
-    return replace(term, value=condition, fill=-math.inf, keep=numbers[0] == 0.0)
-
-
-def _mask(problem: Problem, tape: Tape) -> ir.Value | None:
-    """All masks of a problem as one input of the operator."""
-    added: ir.Value | None = None
-    kept: ir.Value | None = None
-    for term in problem.terms:
-        choice = _as_choice(tape.facts, term)
-        term = term if choice is None else choice
-        value = _to_canonical(problem, tape, term)
-        if term.fill is None:
-            if term.factor != 1.0:
-                value = tape.op("Mul", [value, _number(problem, tape, term.factor)])
-            added = value if added is None else tape.op("Add", [added, value])
-        elif math.isinf(term.fill):
-            if not term.keep:
-                value = tape.op("Not", [value])
-            kept = value if kept is None else tape.op("And", [kept, value])
-        else:
-            now = _number(problem, tape, 0.0) if added is None else added
-            fill = _number(problem, tape, term.fill)
-            added = tape.op("Where", [value, now, fill] if term.keep else [value, fill, now])
-    if kept is None or added is None:
-        return added if kept is None else kept
-    return tape.op("Where", [kept, added, _number(problem, tape, -math.inf)])
-
-
-def _number(problem: Problem, tape: Tape, number: float) -> ir.Value:
-    return tape.constant(problem_array(problem, number))
-
-
-def problem_array(problem: Problem, number: float):
-    import numpy as np
-
-    return np.array(number, problem.dtype.numpy())
-
-
-def _to_canonical(problem: Problem, tape: Tape, term: Term) -> ir.Value:
-    """The term as a tensor that broadcasts to (batch, heads, query, key)."""
-    target = _canonical(problem)
-    value = _without_expand(tape.facts, term.value)
-    shape = tape.facts.shape(value)
-    behind = term.arrangement[len(term.arrangement) - len(shape):]
-    have: Arrangement = [axis if size != 1 else [] for axis, size in zip(behind, shape)]
-    # A rank of at most 4 whose axes lie as the operator wants them needs nothing.
-    lined = target[len(target) - len(shape):] if len(shape) <= 4 else []
-    if lined and all(not axis or same([axis], [want]) for axis, want in zip(have, lined)):
-        return value
-    # Partly repeated batch axes are written out; the other missing axes stay 1.
-    present = {id(f) for f in flat(have)}
-    wanted: Arrangement = []
-    for i, axis in enumerate(target):
-        inside = [f for f in axis if id(f) in present or f.size == 1]
-        if i > 1 or not any(id(f) in present for f in axis) or len(inside) == len(axis):
-            wanted.append(inside if any(id(f) in present for f in axis) else [])
-        else:
-            wanted.append(list(axis))
-    missing = [f for axis in wanted for f in axis if id(f) not in present and f.size != 1]
-    if missing:
-        split: Arrangement = [[f] if id(f) in present else [] for f in flat(wanted)]
-        value = tape.arrange(value, have, split)
-        full: Arrangement = [[f] for f in flat(wanted)]
-        value = tape.expand(value, tuple(1 if id(f) in present else f.size for f in flat(wanted)))
-        return tape.arrange(value, full, wanted)
-    return tape.arrange(value, have, wanted)
-
-
-def _without_expand(facts: Facts, value: ir.Value) -> ir.Value:
-    """The mask in front of Expand and no-ops: the operator broadcasts by itself."""
-    while True:
-        node = value.producer()
-        if node is None or not (op_of(node) == "Expand" or is_no_op(facts, node)):
-            return value
-        x = node.inputs[0]
-        before, after = facts.shape(x), facts.shape(value)
-        if before is None or after is None or len(before) != len(after) or any(b not in (1, a) for b, a in zip(before, after)):
-            return value
-        value = x
-
-
-def _unused() -> Iterator[None]:
-    yield None
+def _reduce_masks(facts: Facts, problem: Problem, offset: Size) -> masks.Masks:
+    """The masks with causality and windows taken out; those that stay must be of a type that the operator takes."""
+    lines = [same(t.arrangement[-2:], [problem.sq.leaves(), problem.sk.leaves()]) for t in problem.terms]
+    reduced = masks.reduce_masks(facts, problem.terms, offset, lines)
+    for step in reduced.steps:
+        if isinstance(step, Term) and facts.dtype(step.value) != problem.dtype:
+            dtype = facts.dtype(step.value)
+            name = "unknown" if dtype is None else dtype.name
+            raise Refused(f"the mask is of type {name}, the operator takes {problem.dtype.name} and BOOL", step.node)
+    reduced.is_causal |= problem.is_causal
+    if problem.window >= 0:
+        reduced.window = problem.window if reduced.window < 0 else min(problem.window, reduced.window)
+    if problem.window_right >= 0:
+        reduced.window_right = problem.window_right if reduced.window_right < 0 else min(problem.window_right, reduced.window_right)
+    return reduced
