@@ -272,6 +272,13 @@ CASES = [
     Case("no_head_dim", sq=5, sk=6, d=0, dv=4),
 ]
 
+SMALL = {
+    "test_attention": {"case": ("one", "one_query", "d40_77x197", "d100_65x197", "d257_std8", "grouped_BSNH", "multi_query_decode", "window_both",
+                                "causal_mask", "mask_tiles_2x1x1x131_bool", "past_decode_split", "past_tiles", "lengths")},
+    "test_precision": {"case": ("d257_std8", "d80_63x513", "causal", "mask_tiles_2x3x70x131_add"), "precision": ("tf32x3", "tf32")},
+}
+"""What runs under compute-sanitizer: every kernel, with tails."""
+
 
 def bound_of(inputs: Inputs, attrs: dict[str, Any], expected: AttentionResult, precision: str = "ieee") -> float:
     """At most twice the error of the plain version. Where that is lucky: what one rounding of the scores and one of the

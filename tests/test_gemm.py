@@ -147,6 +147,13 @@ PRECISION_CASES = [
     Case("rows_2^60_bias", 140, 70, 33, bias=(70,), spoil=large_and_small_rows, dtypes=("float32",)),
 ]
 
+_SMALL_SHAPES = ("size_1x1x1", "size_61x67x257", "size_129x129x65", "trans01_65x130x70", "trans10_65x130x70", "trans11_64x64x64", "batch_over_tiles")
+SMALL = {
+    "test_gemm": {"case": (*_SMALL_SHAPES, "alpha_beta", "gelu_33x67x40", "batch_2x1x2_1x3x1_00", "k_0_plain")},
+    "test_precision": {"case": _SMALL_SHAPES[1:], "precision": ("tf32x3", "tf32")},
+}
+"""What runs under compute-sanitizer: every kernel, with tails."""
+
 
 def bound_of(case: Case, expected: GemmResult, dtype: str, precision: str = "ieee") -> np.ndarray:
     """Rounding of the sums, through the activation, and of the result.

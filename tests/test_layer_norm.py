@@ -62,6 +62,13 @@ def check(variant, inputs, attrs=None, *, output_count: int = 2) -> list[np.ndar
 COLS = (1, 2, 3, 7, 8, 31, 32, 33, 63, 64, 65, 127, 128, 257, 384, 768, 1023, 1024, 1025, 2048, 4096, 4099, 8192, 12288,
         12289, 20011, 65536, 130003)
 
+SMALL = {
+    "test_lengths": {"cols": (1, 33, 1025, 4099, 20011, 130003), "norm": ("layer_norm",), "dtype": DTYPES},
+    "test_optional_tensors": {"present": (31,), "norm": ("rms_norm",), "dtype": DTYPES},
+    "test_alignment": {"cols": (64, 5000), "offset": (0, 3), "dtype": ("float32", "bfloat16")},
+}
+"""What runs under compute-sanitizer: every kernel, with tails."""
+
 
 @pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -163,6 +163,12 @@ LOG_NAMES = ("cols_1", "cols_33", "cols_1025", "cols_4097", "cols_20011", "axis_
 _PLAIN = [*CONTIGUOUS, *OTHER_AXES, *MASKED, *VALUES, *EMPTY]
 CASES = [*_PLAIN, *log_of([c for c in _PLAIN if c.name in LOG_NAMES])]
 
+SMALL = {
+    "test_softmax": {"case": ("cols_1", "cols_33", "cols_129", "cols_1025", "cols_4097", "cols_20011", "many_rows", "axis_1", "inner_5", "inner_65",
+                              "rows_mask_5x37_add", "long_mask_3x4501_bool", "masked_row_-inf_3x5000_-1", "log_cols_1025")},
+}
+"""What runs under compute-sanitizer: every kernel, with tails."""
+
 
 def bound_of(inputs: Inputs, attrs: dict[str, Any], expected: SoftmaxResult) -> np.ndarray:
     """What rounding of each score, each exponential and the sum to float32 can do, and the rounding of the result.
