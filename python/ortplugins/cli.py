@@ -13,7 +13,7 @@ from rich.markup import escape
 from . import __version__, console
 from .errors import OrtPluginsError
 from .files import replace_atomically
-from .ops import PRECISIONS
+from .ops import PRECISIONS, find
 from .rewrite import rewrite as rewrite_model
 from .rewrite.api import KINDS
 from .session import PROVIDERS
@@ -298,14 +298,15 @@ def demo(output: Path | None, seconds: float, threads: int | None) -> None:
 @click.option("--provider", type=click.Choice(list(PROVIDERS)), default="cpu", show_default=True)
 @click.option("--json", "json_path", type=_ONNX, metavar="FILE", help="Write the records, with environment and kernel digest.")
 @click.option("--threads", type=click.IntRange(min=1), default=2, show_default=True, help="Threads of the CPU provider.")
-@click.option("--seconds", type=click.FloatRange(min=0.05), default=2.0, show_default=True, help="Least time for each problem.")
+@click.option("--seconds", type=click.FloatRange(min=0.05), help="Least time for each problem. [default: 2 on the CPU, 0.2 on CUDA]")
 @click.option("--digest", is_flag=True, help="Print the digest of the kernel sources and stop: of the source tree in the current "
               "folder, or else of those that the installed library was built from.")
-def bench(ops: tuple[str, ...], provider: str, json_path: Path | None, threads: int, seconds: float, digest: bool) -> None:
+def bench(ops: tuple[str, ...], provider: str, json_path: Path | None, threads: int, seconds: float | None, digest: bool) -> None:
     """Measure each OP (softmax, gemm, attention, layer_norm; all by default) against the best that is there without it.
 
     Ours and its rivals run in the same process in alternation, after the result was checked against float64. On the CPU
-    the rival is a session of stock nodes with the same number of threads.
+    the rival is a session of stock nodes with the same number of threads; on CUDA there are also PyTorch's kernels, cuBLAS
+    and a plain copy, which needs PyTorch.
 
     \b
     Examples:
@@ -331,22 +332,37 @@ def bench(ops: tuple[str, ...], provider: str, json_path: Path | None, threads: 
             from .bench import cuda as side
         else:
             from .bench import cpu as side
-        environment, measured = side.run(ops or tuple(WORKLOADS), threads=threads, min_seconds=seconds, command=command, progress=progress)
+        environment, measured = side.run(ops or tuple(WORKLOADS), threads=threads, min_seconds=seconds or side.MIN_SECONDS,
+                                         command=command, progress=progress)
     if json_path is not None:
         recording.write_records(json_path, environment, measured)
     _show_records(environment, measured)
 
 
 def _show_records(environment: dict, records: list) -> None:
-    baselines = list(dict.fromkeys(name for r in records for name in r.baselines))
-    numbers = ["error", "time", *baselines]
-    table = console.table(f"{environment['device']}, ONNX Runtime {environment['onnxruntime']}", ["op", "problem", "variant", *numbers], numbers)
-    for r in records:
-        problem = " ".join(f"{k} {v}" for k, v in r.shape.items() if v not in (False, "none"))
-        cells = [f"{console.microseconds(r.baselines[b]['median_us'])} ({r.ratio(b):.2f}x)" if b in r.baselines else "-" for b in baselines]
-        table.add_row(r.op, problem, r.variant, console.error(r.error), console.microseconds(r.median_us), *cells)
-    console.out.print(table)
+    """A table for each op: its rivals differ from those of the next."""
+    from .bench.workloads import WORKLOADS
+
+    for op in dict.fromkeys(r.op for r in records):
+        rows = [r for r in records if r.op == op]
+        baselines = list(dict.fromkeys(name for r in rows for name in r.baselines))
+        numbers = ["error", "time", "rate", *baselines]
+        table = console.table(f"{op} on {environment['device']}, ONNX Runtime {environment['onnxruntime']}",
+                              ["problem", "type", "variant", *numbers], numbers)
+        for r in rows:
+            problem = " ".join(f"{k} {v}" for k, v in r.shape.items() if v not in (False, "none"))
+            cells = [f"{console.microseconds(r.baselines[b]['median_us'])} ({r.ratio(b):.2f}x)" if b in r.baselines else "-" for b in baselines]
+            table.add_row(problem, r.precision or r.dtype, r.variant, console.error(r.error), console.microseconds(r.median_us),
+                          _rate(WORKLOADS[find(op).kernel], r), *cells)
+        console.out.print(table)
     console.out.print("[dim]medians, in alternation; in brackets how many times as fast ours is[/dim]", highlight=False)
+
+
+def _rate(workload, record) -> str:
+    """TFLOP/s for products, GB/s for the rest."""
+    flops, seconds = workload.flops(record.shape), record.median_us * 1e-6
+    nbytes = workload.bytes(record.shape, 4 if record.dtype == "float32" else 2)
+    return f"{flops / seconds / 1e12:.3g} TFLOP/s" if flops > 10 * nbytes else f"{nbytes / seconds / 1e9:.3g} GB/s"
 
 
 if __name__ == "__main__":

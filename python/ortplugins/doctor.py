@@ -154,6 +154,16 @@ def run_one_op(provider: str) -> None:
         raise OrtPluginsError(f"FusedSoftmax gives {y.tolist()} instead of {expected.tolist()}")
 
 
+def driver_version() -> str | None:
+    """Version of the NVIDIA kernel driver, such as ``580.65.06``."""
+    try:
+        text = Path("/proc/driver/nvidia/version").read_text()
+    except OSError:
+        return None
+    found = re.search(r"\b(\d+\.\d+(?:\.\d+)?)\b", text)
+    return found[1] if found else None
+
+
 def _ask_driver(facts: Facts) -> None:
     try:
         cuda = ctypes.CDLL("libcuda.so.1")
@@ -164,12 +174,7 @@ def _ask_driver(facts: Facts) -> None:
     version = ctypes.c_int()
     if cuda.cuDriverGetVersion(ctypes.byref(version)) == 0:
         facts.driver_cuda = version.value
-    try:
-        text = Path("/proc/driver/nvidia/version").read_text()
-        found = re.search(r"\b(\d+\.\d+(?:\.\d+)?)\b", text)
-        facts.driver = found[1] if found else None
-    except OSError:
-        pass
+    facts.driver = driver_version()
     count = ctypes.c_int()
     if facts.driver_error or cuda.cuDeviceGetCount(ctypes.byref(count)) != 0:
         return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -69,10 +70,10 @@ def session_options(threads: int | None = None) -> onnxruntime.SessionOptions:
     return options
 
 
-def provider_list(provider: str) -> list[str | tuple[str, dict[str, str]]]:
+def provider_list(provider: str, options: Mapping[str, str] | None = None) -> list[str | tuple[str, dict[str, str]]]:
     """The providers of a session on ``cpu`` or ``cuda``; OrtPluginsError if this ONNX Runtime lacks it.
 
-    TF32 is off on CUDA: a float32 model is compared with float32 arithmetic.
+    TF32 is off on CUDA unless ``options`` turn it on: a float32 model is compared with float32 arithmetic.
     """
     ort = import_onnxruntime()
     if provider not in PROVIDERS:
@@ -82,13 +83,14 @@ def provider_list(provider: str) -> list[str | tuple[str, dict[str, str]]]:
             f"this ONNX Runtime {ort.__version__} has no {PROVIDERS[provider]}; `ortplugins doctor` says what is missing"
         )
     cpu = PROVIDERS["cpu"]
-    return [cpu] if provider == "cpu" else [(PROVIDERS["cuda"], {"use_tf32": "0"}), cpu]
+    return [cpu] if provider == "cpu" else [(PROVIDERS["cuda"], {"use_tf32": "0", **(options or {})}), cpu]
 
 
 def make_session(
     model: onnx.ModelProto | str | os.PathLike[str],
     *,
     provider: str = "cpu",
+    provider_options: Mapping[str, str] | None = None,
     threads: int | None = None,
     options: onnxruntime.SessionOptions | None = None,
     library: str | os.PathLike[str] | None = None,
@@ -99,7 +101,7 @@ def make_session(
     ONNX Runtime refuses it, or does not use the provider.
     """
     ort = import_onnxruntime()
-    providers = provider_list(provider)
+    providers = provider_list(provider, provider_options)
     options = options or session_options(threads)
     proto = load_model(model, load_external_data=False)
     check_domain(proto)

@@ -13,9 +13,10 @@ from .records import Record, cpu_name, environment
 from .workloads import WORKLOADS
 
 BASELINE = "ort"
+MIN_SECONDS = 2.0
 
 
-def run(names: Sequence[str], *, threads: int = 2, min_seconds: float = 2.0, command: str = "",
+def run(names: Sequence[str], *, threads: int = 2, min_seconds: float = MIN_SECONDS, command: str = "",
         progress: Callable[[str, float], None] = lambda what, fraction: None) -> tuple[dict[str, Any], list[Record]]:
     """Measures every CPU problem of the workloads ``names`` and returns the environment and the records.
 

@@ -155,7 +155,7 @@ def _self_attention(batch: int, heads: int, length: int, head_dim: int) -> dict[
 
 ATTENTION = Workload(
     FUSED_ATTENTION, _attention_inputs, _attention_stock, _attention_reference,
-    flops=lambda p: 4.0 * p["batch"] * p["heads"] * p["q_len"] * p["kv_len"] * p["head_dim"],
+    flops=lambda p: (2.0 if p["is_causal"] else 4.0) * p["batch"] * p["heads"] * p["q_len"] * p["kv_len"] * p["head_dim"],
     bytes=lambda p, size: 2.0 * size * p["batch"] * p["head_dim"] * (p["heads"] * p["q_len"] + p["kv_heads"] * p["kv_len"]),
     attrs=lambda p: {"layout": "BNSH"},
     cpu=[_self_attention(*s) for s in ((8, 12, 128, 32), (1, 12, 512, 64), (1, 12, 2048, 64))],

@@ -1,0 +1,428 @@
+"""Benchmarks on a GPU, against PyTorch, cuBLAS and ONNX Runtime's own kernels. Needs PyTorch.
+
+Every rival is timed by the same method, in alternation. The calls of a rival are captured into one CUDA graph that walks
+over several sets of buffers, together larger than twice the L2 cache, so that no call finds its data in the cache and no
+launch overhead is counted; the time of a call is the graph's, between two events, divided by its calls. ONNX Runtime
+sessions cannot be captured together with others: they are queued on the same stream one after the other, so that their
+launch overhead is hidden only where the kernels take longer than the launches.
+
+The result of our op is checked against float64 before it is timed.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from .. import native
+from ..doctor import driver_version
+from ..errors import OrtPluginsError
+from ..register import import_onnxruntime
+from ..session import make_session
+from ..timing import Rounds
+from .records import Record, environment
+from .workloads import WORKLOADS
+
+try:
+    import torch
+    import torch.nn.functional as F
+except ImportError as error:
+    raise OrtPluginsError(f"benchmarks on CUDA need PyTorch for their rivals: {error}") from error
+
+Tensors = list["torch.Tensor | None"]
+Call = Callable[[], object]
+
+HALF_TYPES = ("float16", "bfloat16")
+MIN_SECONDS = 0.2
+_GRAPH_SECONDS = 4e-3  # long enough that what starting a graph costs, some 10 us, is lost in it
+_MAX_BYTES = 24 << 30
+
+
+@dataclass(frozen=True)
+class Job:
+    """One row of the results: a problem in one dtype and, for float32 products, one precision."""
+
+    name: str
+    problem: dict[str, Any]
+    dtype: str
+    precision: str | None = None
+
+    @property
+    def label(self) -> str:
+        return " ".join(map(str, (self.name, *self.problem.values(), self.precision or self.dtype)))
+
+
+# --- Each op: its problems, inputs, float64 reference and rivals ---------------------------------------------------------
+
+
+def _all_types(name: str, problems: Sequence[dict[str, Any]]) -> list[Job]:
+    return [Job(name, p, dtype) for p in problems for dtype in ("float32", *HALF_TYPES)]
+
+
+class Softmax:
+    """Rows of every length class, from a warp to many blocks a row."""
+
+    SHAPES = ((16384, 128), (16384, 1024), (8192, 4096), (2048, 32768), (64, 131072), (1, 1048576), (16384, 1000), (16384, 1536),
+              (8192, 3000), (8192, 5000), (2048, 12345), (512, 50257), (128, 151936))
+
+    @classmethod
+    def jobs(cls) -> list[Job]:
+        return _all_types("softmax", [{"rows": r, "cols": c} for r, c in cls.SHAPES])
+
+    @staticmethod
+    def inputs(job: Job, dtype: torch.dtype) -> Tensors:
+        return [torch.randn(job.problem["rows"], job.problem["cols"], device="cuda", dtype=dtype)]
+
+    @staticmethod
+    def attrs(job: Job) -> dict[str, Any]:
+        return {}
+
+    @staticmethod
+    def reference(job: Job, inputs: Tensors) -> tuple[torch.Tensor, torch.Tensor | float]:
+        return torch.softmax(inputs[0].double(), -1), 1.0
+
+    @staticmethod
+    def rivals(job: Job, inputs: Tensors, out: torch.Tensor) -> dict[str, Call]:
+        x = inputs[0]
+        return {"copy": lambda: out.copy_(x), "torch": lambda: torch.softmax(x, -1, out=out)}
+
+
+class LayerNorm:
+    """Plain layer normalisation, and with a residual in front."""
+
+    @classmethod
+    def jobs(cls) -> list[Job]:
+        shapes = ((16384, 768), (16384, 4096), (4096, 12288))
+        return _all_types("layer_norm", [{"rows": r, "cols": c, **extra} for extra in ({}, {"residual": True}) for r, c in shapes])
+
+    @staticmethod
+    def inputs(job: Job, dtype: torch.dtype) -> Tensors:
+        def randn(*shape: int) -> torch.Tensor:
+            return torch.randn(*shape, device="cuda", dtype=dtype)
+
+        rows, cols = job.problem["rows"], job.problem["cols"]
+        return [randn(rows, cols), randn(rows, cols) if job.problem.get("residual") else None, randn(cols), randn(cols)]
+
+    @staticmethod
+    def attrs(job: Job) -> dict[str, Any]:
+        return {}
+
+    @staticmethod
+    def reference(job: Job, inputs: Tensors) -> tuple[torch.Tensor, torch.Tensor | float]:
+        x, residual, gamma, beta = inputs
+        s = x if residual is None else x + residual  # rounded to the type, as the op defines it
+        return F.layer_norm(s.double(), s.shape[-1:], gamma.double(), beta.double()), 1.0
+
+    @staticmethod
+    def rivals(job: Job, inputs: Tensors, out: torch.Tensor) -> dict[str, Call]:
+        x, residual, gamma, beta = inputs
+        if residual is None:
+            return {"copy": lambda: out.copy_(x), "torch": lambda: F.layer_norm(x, x.shape[-1:], gamma, beta)}
+        return {"copy": lambda: out.copy_(x), "torch": lambda: F.layer_norm(x + residual, x.shape[-1:], gamma, beta)}
+
+
+class Gemm:
+    """Square problems without an epilogue; the linear layers of BERT with one; thin and many small ones."""
+
+    CUBES = (1024, 2048, 4096, 8192)
+    LAYERS = tuple((m, n, k) for m in (128, 1024, 4096, 16384) for n, k in ((768, 768), (2304, 768), (3072, 768), (768, 3072)))
+    THIN = tuple((m, n, k) for m in (1, 4, 8, 16) for n, k in ((4096, 4096), (11008, 4096)))
+
+    @classmethod
+    def jobs(cls) -> list[Job]:
+        plain = [{"m": s, "n": s, "k": s} for s in cls.CUBES] + [dict(zip("mnk", s)) for s in cls.THIN]
+        plain.append({"m": 64, "n": 64, "k": 64, "batch": 4096})
+        fused = [dict(zip("mnk", s), epilogue="bias_gelu") for s in cls.LAYERS]
+        modes = [("float32", p) for p in ("ieee", "tf32x3", "tf32")] + [(t, None) for t in HALF_TYPES]
+        return [Job("gemm", problem, dtype, precision) for problem in plain + fused for dtype, precision in modes]
+
+    @staticmethod
+    def inputs(job: Job, dtype: torch.dtype) -> Tensors:
+        p = job.problem
+        batch = (p["batch"],) if "batch" in p else ()
+        a = torch.randn(*batch, p["m"], p["k"], device="cuda", dtype=dtype)
+        b = torch.randn(*batch, p["k"], p["n"], device="cuda", dtype=dtype) / math.sqrt(p["k"])
+        return [a, b, torch.randn(p["n"], device="cuda", dtype=dtype)] if "epilogue" in p else [a, b]
+
+    @staticmethod
+    def attrs(job: Job) -> dict[str, Any]:
+        attrs = {"activation": "gelu"} if "epilogue" in job.problem else {}
+        return attrs | ({"precision": job.precision} if job.precision else {})
+
+    @staticmethod
+    def reference(job: Job, inputs: Tensors) -> tuple[torch.Tensor, torch.Tensor | float]:
+        a, b = inputs[0].double(), inputs[1].double()
+        product = a @ b
+        y = F.gelu(product + inputs[2].double()) if len(inputs) > 2 else product
+        return y, a.abs() @ b.abs()
+
+    @staticmethod
+    def rivals(job: Job, inputs: Tensors, out: torch.Tensor) -> dict[str, Call]:
+        a, b = inputs[0], inputs[1]
+
+        def with_tf32(allowed: bool, call: Call) -> Call:
+            def run() -> object:
+                torch.backends.cuda.matmul.allow_tf32 = allowed
+                return call()
+
+            return run
+
+        if len(inputs) > 2:
+            bias = inputs[2]
+            return {"cublaslt_plus_op": with_tf32(job.precision == "tf32", lambda: F.gelu(torch.addmm(bias, a, b)))}
+        rivals = {"cublas": with_tf32(job.precision == "tf32", lambda: torch.matmul(a, b, out=out))}
+        if job.precision in ("tf32x3", "tf32"):
+            rivals["cublas_fp32"] = with_tf32(False, lambda: torch.matmul(a, b, out=out))
+        return rivals if job.precision != "tf32x3" else {"cublas_fp32": rivals["cublas_fp32"]}
+
+
+class Attention:
+    """Long, short, causal and decoding problems; BNSH, as PyTorch's own kernels like it."""
+
+    SHAPES = ((4, 16, 2048, 128), (1, 16, 8192, 128), (4, 16, 2048, 64), (8, 12, 512, 64), (8, 12, 128, 64), (1, 12, 128, 64))
+    HEAD_DIMS = (32, 40, 72, 80, 96, 160, 192, 256)
+    FLOAT32 = ((4, 16, 2048, 64), (4, 16, 2048, 128), (8, 12, 512, 64))
+
+    @classmethod
+    def jobs(cls) -> list[Job]:
+        def problem(batch: int, heads: int, length: int, dim: int, causal: bool = False, **more: Any) -> dict[str, Any]:
+            return {"batch": batch, "heads": heads, "kv_heads": heads, "q_len": length, "kv_len": length, "head_dim": dim,
+                    "is_causal": causal, "mask": "none", **more}
+
+        problems = [problem(*s, causal) for s in cls.SHAPES for causal in (False, True)]
+        problems.append(problem(32, 12, 77, 64, True))
+        problems += [problem(4, 16, 2048, d) for d in cls.HEAD_DIMS]
+        problems += [problem(4, 16, 2048, 128, mask=mask) for mask in ("padding", "bias")]
+        problems += [problem(b, 32, 1, 128, kv_heads=8, kv_len=n) for b in (1, 16) for n in (1024, 8192, 131072)]
+        jobs = [Job("attention", p, dtype) for p in problems for dtype in HALF_TYPES]
+        return jobs + [Job("attention", problem(*s), "float32", precision) for s in cls.FLOAT32 for precision in ("ieee", "tf32x3", "tf32")]
+
+    @staticmethod
+    def inputs(job: Job, dtype: torch.dtype) -> Tensors:
+        p = job.problem
+        q = torch.randn(p["batch"], p["heads"], p["q_len"], p["head_dim"], device="cuda", dtype=dtype)
+        k, v = (torch.randn(p["batch"], p["kv_heads"], p["kv_len"], p["head_dim"], device="cuda", dtype=dtype) for _ in range(2))
+        if p["mask"] == "padding":
+            lengths = torch.linspace(p["kv_len"] // 2, p["kv_len"], p["batch"], device="cuda").long()
+            return [q, k, v, (torch.arange(p["kv_len"], device="cuda") < lengths[:, None])[:, None, None, :]]
+        if p["mask"] == "bias":
+            return [q, k, v, torch.randn(1, p["heads"], p["q_len"], p["kv_len"], device="cuda", dtype=dtype)]
+        return [q, k, v]
+
+    @staticmethod
+    def attrs(job: Job) -> dict[str, Any]:
+        attrs = {"layout": "BNSH", "is_causal": int(job.problem["is_causal"])}
+        return attrs | ({"precision": job.precision} if job.precision else {})
+
+    @staticmethod
+    def reference(job: Job, inputs: Tensors) -> tuple[torch.Tensor, torch.Tensor | float]:
+        p, (q, k, v) = job.problem, inputs[:3]
+        mask = inputs[3] if len(inputs) > 3 else None
+        out = torch.empty_like(q, dtype=torch.float64)
+        for b in range(p["batch"]):
+            for h in range(p["heads"]):  # one score matrix at a time
+                g = h * p["kv_heads"] // p["heads"]
+                scores = q[b, h].double() @ k[b, g].double().T / math.sqrt(p["head_dim"])
+                if mask is not None:
+                    row = mask[b % mask.shape[0], h % mask.shape[1]]
+                    scores = scores.masked_fill(~row, -math.inf) if row.dtype == torch.bool else scores + row.double()
+                if p["is_causal"]:
+                    scores = scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), -math.inf)
+                out[b, h] = torch.softmax(scores, -1) @ v[b, g].double()
+        return out, 1.0
+
+    @staticmethod
+    def rivals(job: Job, inputs: Tensors, out: torch.Tensor) -> dict[str, Call]:
+        from torch.nn.attention import SDPBackend, sdpa_kernel
+
+        q, k, v = inputs[:3]
+        mask = inputs[3] if len(inputs) > 3 else None
+        grouped = job.problem["heads"] != job.problem["kv_heads"]
+        torch.backends.cuda.matmul.allow_tf32 = job.precision == "tf32"
+
+        def sdpa(backend: SDPBackend) -> Call:
+            def run() -> object:
+                with sdpa_kernel(backend):
+                    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=job.problem["is_causal"], enable_gqa=grouped)
+
+            return run
+
+        backends = {"torch_flash": SDPBackend.FLASH_ATTENTION, "torch_cudnn": SDPBackend.CUDNN_ATTENTION,
+                    "torch_memeff": SDPBackend.EFFICIENT_ATTENTION}
+        return {name: sdpa(backend) for name, backend in backends.items()}
+
+
+OPS = {"softmax": Softmax, "gemm": Gemm, "attention": Attention, "layer_norm": LayerNorm}
+
+# --- Ours, and how everything is timed --------------------------------------------------------------------------------------
+
+
+def _device_tensor(tensor: torch.Tensor | None) -> native.DeviceTensor | None:
+    if tensor is None:
+        return None
+    return native.DeviceTensor(tensor.data_ptr(), str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
+
+
+def _our_call(op: str, inputs: Tensors, attrs: dict[str, Any], out: torch.Tensor) -> Call:
+    """One launch on the current stream; everything that can be prepared is prepared here."""
+    arguments, results = [_device_tensor(t) for t in inputs], [_device_tensor(out)]
+    nbytes = native.workspace_bytes(op, arguments, results, attrs, device="cuda")
+    workspace = torch.empty(max(nbytes, 1), dtype=torch.uint8, device="cuda")
+    return lambda: native.run(op, arguments, attrs, outputs=results, device="cuda", stream=torch.cuda.current_stream().cuda_stream,
+                              workspace=(workspace.data_ptr(), nbytes))
+
+
+class _Captured:
+    """Calls captured into one CUDA graph; ``seconds()`` replays it once and gives the time of one call."""
+
+    def __init__(self, calls: Sequence[Call]):
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            for call in calls:  # libraries choose their kernels and take their workspaces now
+                call()
+            seconds = _between_events(lambda: [call() for call in calls])
+            repeats = max(1, round(_GRAPH_SECONDS / max(seconds, 1e-6)))
+            self._calls = repeats * len(calls)
+            self._graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self._graph, stream=stream):
+                for _ in range(repeats):
+                    for call in calls:
+                        call()
+        self.seconds()
+
+    def seconds(self) -> float:
+        return _between_events(self._graph.replay) / self._calls
+
+
+class _Queued:
+    """Runs of ONNX Runtime sessions queued on one stream."""
+
+    def __init__(self, runs: Sequence[Call], stream: torch.cuda.Stream):
+        self._runs, self._stream = runs, stream
+        with torch.cuda.stream(stream):
+            for run in runs * 3:
+                run()
+            seconds = _between_events(lambda: [run() for run in runs])
+        self._repeats = max(1, round(_GRAPH_SECONDS / max(seconds, 1e-6)))
+
+    def seconds(self) -> float:
+        with torch.cuda.stream(self._stream):
+            total = _between_events(lambda: [run() for _ in range(self._repeats) for run in self._runs])
+        return total / (self._repeats * len(self._runs))
+
+
+def _between_events(work: Call) -> float:
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    work()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) * 1e-3
+
+
+def _stock_session(job: Job, sets: Sequence[tuple[Tensors, torch.Tensor]], tf32: bool) -> _Queued:
+    """The workload's stock nodes in an ONNX Runtime session on a stream of torch's."""
+    ort = import_onnxruntime()
+    workload = WORKLOADS[job.name]
+    arrays = [None if t is None else t.cpu().numpy() for t in sets[0][0]]
+    stream = torch.cuda.Stream()
+    provider_options = {"use_tf32": str(int(tf32)), "user_compute_stream": str(stream.cuda_stream)}
+    session = make_session(workload.stock(job.problem, arrays), provider="cuda", provider_options=provider_options)
+    options = ort.RunOptions()
+    options.add_run_config_entry("disable_synchronize_execution_providers", "1")
+    runs = []
+    for inputs, out in sets:
+        binding = session.io_binding()
+        for i, (spec, t) in enumerate(zip(workload.spec.inputs, inputs)):
+            if t is not None and i not in workload.constants:
+                binding.bind_input(spec.name, "cuda", 0, arrays[i].dtype.type, tuple(t.shape), t.data_ptr())
+        binding.bind_output(session.get_outputs()[0].name, "cuda", 0, arrays[0].dtype.type, tuple(out.shape), out.data_ptr())
+        runs.append(lambda binding=binding: session.run_with_iobinding(binding, options))
+    return _Queued(runs, stream)
+
+
+def _has_stock_graph(job: Job) -> bool:
+    """Whether the workload's stock nodes compute this problem, in a type that ONNX Runtime's own kernels have."""
+    p = job.problem
+    if job.dtype == "bfloat16" or job.precision == "tf32x3":
+        return False
+    if job.name == "gemm":
+        return "epilogue" in p
+    return job.name != "attention" or (p["mask"] == "none" and not p["is_causal"] and p["heads"] == p["kv_heads"])
+
+
+def _measure(job: Job, min_seconds: float) -> Record:
+    side, workload, dtype = OPS[job.name], WORKLOADS[job.name], getattr(torch, job.dtype)
+    torch.manual_seed(0)
+    op, attrs = workload.spec.name, side.attrs(job)
+    first = side.inputs(job, dtype)
+    reference, scale = side.reference(job, first)
+    out = torch.empty(reference.shape, dtype=dtype, device="cuda")
+    _our_call(op, first, attrs, out)()
+    torch.cuda.synchronize()
+    error = float(((out.double() - reference).abs() / scale).max())
+    del reference, scale
+
+    set_bytes = sum(t.nbytes for t in (*first, out) if t is not None)
+    l2_bytes = native.cuda_device(0)["l2_bytes"]
+    count = max(1, min(64, math.ceil(2 * l2_bytes / set_bytes), _MAX_BYTES // set_bytes))
+    sets = [(first, out)] + [(side.inputs(job, dtype), torch.empty_like(out)) for _ in range(count - 1)]
+    contenders: dict[str, Any] = {"ours": _Captured([_our_call(op, i, attrs, o) for i, o in sets])}
+    rivals = [side.rivals(job, i, o) for i, o in sets]
+    for name in rivals[0]:
+        try:
+            contenders[name] = _Captured([r[name] for r in rivals])
+        except RuntimeError:  # a backend of torch that does not take this problem
+            torch.cuda.synchronize()
+    if _has_stock_graph(job):
+        contenders["ort_tf32" if job.precision == "tf32" else "ort"] = _stock_session(job, sets, tf32=job.precision == "tf32")
+
+    rounds = Rounds([[] for _ in contenders])
+    order = list(enumerate(contenders.values()))
+    deadline = time.perf_counter() + min_seconds
+    while len(rounds.seconds[0]) < 10 or time.perf_counter() < deadline:
+        for i, contender in order:
+            rounds.seconds[i].append(contender.seconds())
+        order.reverse()
+    measured = rounds.timing(0)
+    variant = native.choose(op, [_device_tensor(t) for t in first], attrs, device="cuda")
+    record = Record(op, dict(job.problem), job.dtype, job.precision, variant, measured.median_us, measured.spread_us, error)
+    for i, name in enumerate(contenders):
+        if i > 0:
+            record.add_baseline(name, rounds.timing(i))
+    return record
+
+
+def _ceilings() -> dict[str, float]:
+    """What this very device copies and multiplies, as the measure of "percent of peak"."""
+    source = torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+    copy = min(_Captured([lambda: target.copy_(source)]).seconds() for _ in range(5))
+    n = 8192
+    a, b = (torch.randn(n, n, device="cuda", dtype=torch.float16) for _ in range(2))
+    out = torch.empty_like(a)
+    product = min(_Captured([lambda: torch.matmul(a, b, out=out)]).seconds() for _ in range(5))
+    return {"copy_TB_per_s": round(2 * source.nbytes / copy / 1e12, 3), "fp16_TFLOP_per_s": round(2 * n**3 / product / 1e12, 1)}
+
+
+def run(names: Sequence[str], *, threads: int = 2, min_seconds: float = MIN_SECONDS, command: str = "",
+        progress: Callable[[str, float], None] = lambda what, fraction: None) -> tuple[dict[str, Any], list[Record]]:
+    """Measures every CUDA problem of the ops ``names`` and returns the environment and the records.
+
+    ``min_seconds`` is the least time for each problem; ``threads`` only matters on the CPU.
+    """
+    if not torch.cuda.is_available() or not native.with_cuda:
+        raise OrtPluginsError("there is no GPU that both PyTorch and this build of ortplugins can use; `ortplugins doctor` says more")
+    progress("measuring what the device can do", 0.0)
+    ceilings = _ceilings()
+    jobs = [job for name in names for job in OPS[name].jobs()]
+    records = []
+    for i, job in enumerate(jobs):
+        progress(job.label, i / len(jobs))
+        records.append(_measure(job, min_seconds))
+        torch.cuda.empty_cache()
+    facts = environment(torch.cuda.get_device_name(0), command, driver=driver_version(), torch=torch.__version__, ceilings=ceilings)
+    return facts, records
