@@ -123,7 +123,8 @@ def ours(model: onnx.ModelProto) -> Run:
 
 
 def in_numpy(model: onnx.ModelProto) -> Run:
-    return functools.partial(ReferenceEvaluator(model, new_ops=OPERATORS).run, None)
+    evaluator = ReferenceEvaluator(model, new_ops=OPERATORS)
+    return lambda feeds: evaluator.run(None, dict(feeds))
 
 
 def relative_error(actual: np.ndarray, expected: np.ndarray) -> float:

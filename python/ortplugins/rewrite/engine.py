@@ -156,8 +156,7 @@ class Rewriter:
         for old, _ in values[1:]:
             # Who asks for the shape of a second result may stand in front of the new node.
             for reader in [n for n in old.consumers() if facts.is_size_read(n)]:
-                sizes.redirect(reader)
-                reader.graph.remove(reader, safe=True)
+                sizes.answer(reader)
         for old, new in values:
             new.type = old.type if old.type is not None else new.type
             new.shape = old.shape if old.shape is not None else new.shape
@@ -185,7 +184,7 @@ def _detach(node: ir.Node) -> None:
 def sweep(nodes: Iterable[ir.Node], facts: Facts, sizes: Sizes) -> None:
     """Removes those of the nodes that nothing uses any more, and what only fed them: nodes and initialisers.
 
-    Nodes that only ask a dead value for its shape get the shape from elsewhere.
+    Nodes that only ask a dead value for its shape or type get the answer from elsewhere.
     """
     pending = list(nodes)
     while pending:
@@ -195,8 +194,7 @@ def sweep(nodes: Iterable[ir.Node], facts: Facts, sizes: Sizes) -> None:
         if any(o.is_graph_output() or facts.readers(o) for o in node.outputs):
             continue
         for reader in [n for o in node.outputs for n in o.consumers()]:
-            sizes.redirect(reader)
-            reader.graph.remove(reader, safe=True)
+            sizes.answer(reader)
         inputs = [v for v in node.inputs if v is not None]
         node.graph.remove(node, safe=True)
         for value in inputs:

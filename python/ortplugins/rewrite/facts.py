@@ -249,19 +249,25 @@ class Facts:
         data = self._data.get(node.outputs[0])
         return data is not None and not node.outputs[0].is_graph_output() and all(self.is_derivable(d) for d in data)
 
+    def is_question(self, node: ir.Node, value: ir.Value) -> bool:
+        """The node only asks for the shape or the type of the value, and the answer is known without it."""
+        if op_of(node) == "CastLike":
+            return node.inputs[0] is not value and self.dtype(value) is not None
+        return self.is_size_read(node)
+
     def is_derivable(self, size: Size) -> bool:
         """The size is a formula over the sizes of the graph's inputs."""
         return not isinstance(size, Dim) or all(s in self.size_sources for m, _ in size.terms for s in m)
 
     def readers(self, value: ir.Value) -> list[ir.Node]:
         """The nodes that need the elements of a value, in order, each once."""
-        return [n for n in dict.fromkeys(u.node for u in value.uses()) if not self.is_size_read(n)]
+        return [n for n in dict.fromkeys(u.node for u in value.uses()) if not self.is_question(n, value)]
 
     def only_reader(self, value: ir.Value) -> ir.Node | None:
         """The node that is the only one to need a value's elements, once; None if the value leaves the graph."""
         if value.is_graph_output():
             return None
-        uses = [u for u in value.uses() if not self.is_size_read(u.node)]
+        uses = [u for u in value.uses() if not self.is_question(u.node, value)]
         return uses[0].node if len(uses) == 1 else None
 
     def infer(self, node: ir.Node) -> None:

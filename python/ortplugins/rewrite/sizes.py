@@ -9,13 +9,13 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 
-from .facts import Facts, Shape
+from .facts import Facts, Shape, op_of
 from .symbolic import Dim, Size
 from .tape import Names, Tape
 
 
 class Sizes:
-    """Shape vectors as values at the front of a graph. Which sizes can be had is for `Facts.is_size_read` to say."""
+    """Shape vectors as values at the front of a graph. Which sizes can be had is for `Facts.is_derivable` to say."""
 
     def __init__(self, graph: ir.Graph | ir.Function, facts: Facts, names: Names) -> None:
         self._graph = graph
@@ -27,8 +27,26 @@ class Sizes:
         self._shapes: dict[Shape, ir.Value] = {}
         self._vectors: dict[object, ir.Value] = {}
 
-    def redirect(self, reader: ir.Node) -> None:
-        """Lets the users of a Shape node read a vector made here; the node is dead afterwards."""
+    def answer(self, reader: ir.Node) -> None:
+        """Removes a node that asks for a shape or a type: its users read a vector made here, or the type is written down."""
+        if op_of(reader) == "CastLike":
+            self._cast(reader)
+        else:
+            self._redirect(reader)
+        reader.graph.remove(reader, safe=True)
+
+    def _cast(self, reader: ir.Node) -> None:
+        out = reader.outputs[0]
+        dtype = self._facts.dtype(reader.inputs[1])
+        node = ir.Node("", "Cast", [reader.inputs[0]], [ir.AttrInt64("to", int(dtype))], name=reader.name)
+        reader.graph.insert_before(reader, node)
+        new = node.outputs[0]
+        new.name, out.name = out.name, None
+        new.type, new.shape = out.type, out.shape
+        self._facts.infer(node)
+        out.replace_all_uses_with(new)
+
+    def _redirect(self, reader: ir.Node) -> None:
         out = reader.outputs[0]
         data = self._facts.data(out)
         assert data is not None

@@ -284,7 +284,7 @@ def _decomposed(facts: Facts, path: Sequence[tuple[ir.Node, int]], softmax: ir.N
             raise Refused(f"the mask {_text(shape)} is not known to broadcast to the scores {_text(sizes(arrangement))}", node)
 
     # From Softmax to the second product.
-    value, arrangement, more = _probabilities(facts, softmax, arrangement)
+    value, arrangement, more = _probabilities(facts, softmax, arrangement, steps.terms)
     nodes += more
     pv = facts.only_reader(value)
     if pv is None:
@@ -494,8 +494,10 @@ def _text(shape: Sequence[Size] | None) -> str:
     return "of unknown rank" if shape is None else "(" + ", ".join(map(str, shape)) + ")"
 
 
-def _probabilities(facts: Facts, softmax: ir.Node, arrangement: Arrangement) -> tuple[ir.Value, Arrangement, list[ir.Node]]:
-    """Follows the probabilities through NaN guards, casts and reshapes to the second product."""
+def _probabilities(
+    facts: Facts, softmax: ir.Node, arrangement: Arrangement, terms: Sequence[Term]
+) -> tuple[ir.Value, Arrangement, list[ir.Node]]:
+    """Follows the probabilities through guards, casts and reshapes to the second product."""
     value = softmax.outputs[0]
     nodes: list[ir.Node] = []
     while True:
@@ -514,6 +516,8 @@ def _probabilities(facts: Facts, softmax: ir.Node, arrangement: Arrangement) -> 
             return value, resolve(arrangement), nodes
         if op_of(node) in ("Cast", "CastLike") and facts.dtype(node.outputs[0]) in _TYPES:
             after: Arrangement | None = arrangement
+        elif _masked_row_guard(facts, value, node, terms):
+            after = arrangement
         elif node.inputs[0] is value:
             after = step_forward(facts, node, resolve(arrangement))
         else:
@@ -538,6 +542,25 @@ def _nan_guard(facts: Facts, value: ir.Value, users: Sequence[ir.Node]) -> list[
     if facts.scalar(choice.inputs[1]) != 0.0:
         return None
     return [test, choice]
+
+
+def _masked_row_guard(facts: Facts, value: ir.Value, node: ir.Node, terms: Sequence[Term]) -> bool:
+    """Where that gives zeros to rows in which the largest element of an added mask is -inf: what the operator does anyway."""
+    if op_of(node) != "Where" or node.inputs[2] is not value or facts.scalar(node.inputs[1]) != 0.0:
+        return False
+    test = node.inputs[0].producer()
+    if op_of(test) != "Equal":
+        return False
+    for most, lowest in (test.inputs, reversed(test.inputs)):
+        largest = most.producer()
+        if facts.scalar(lowest) != -math.inf or op_of(largest) != "ReduceMax" or attr(largest, "keepdims", 1) != 1:
+            continue
+        axes = attr(largest, "axes") if "axes" in largest.attributes else facts.ints(largest.inputs[1]) if len(largest.inputs) > 1 else None
+        rank = facts.rank(largest.inputs[0])
+        if axes is None or rank is None or [int(a) % rank for a in axes] != [rank - 1]:
+            continue
+        return any(t.fill is None and t.factor == 1.0 and t.value is largest.inputs[0] for t in terms)
+    return False
 
 
 def _move_factors_to_q(facts: Facts, problem: Problem, qk: ir.Node, out_letters: str) -> None:
@@ -605,7 +628,12 @@ def _standard(facts: Facts, node: ir.Node) -> Problem:
     if mask is not None:
         scores: Arrangement = [[b], both, [s], [j]]
         fill = -math.inf if facts.dtype(mask) == ir.DataType.BOOL else None
-        terms.append(Term(mask, scores, node, fill=fill))
+        shape = facts.shape(mask)
+        if not shape:
+            raise Refused(f"the rank of the mask {mask.name} is not known", node)
+        # The mask may be shorter than the keys: the rest counts as -inf, here and there.
+        short = shape[-1] not in (1, j.size)
+        terms.append(Term(mask, scores, node, fill=fill, whole=short))
     scale = attr(node, "scale")
     if scale is None:
         if not isinstance(d.size, int):
@@ -804,14 +832,14 @@ def _check_term(facts: Facts, problem: Problem, term: Term) -> None:
         raise Refused(f"the rank of the mask {term.value.name} is not known", term.node)
     if len(shape) > len(term.arrangement):
         raise Refused(f"the mask {_text(shape)} has more axes than the scores", term.node)
-    for size, axis in zip(shape, term.arrangement[len(term.arrangement) - len(shape):]):
+    for size, axis in zip(shape[: -1 if term.whole else None], term.arrangement[len(term.arrangement) - len(shape):]):
         if isinstance(size, int) and size != 1 and isinstance(_size(axis), int) and size != _size(axis):
             raise Refused(f"the mask {_text(shape)} does not broadcast to the scores {_text(sizes(term.arrangement))}", term.node)
 
 
 def _reduce_masks(facts: Facts, problem: Problem, offset: Size) -> masks.Masks:
     """The masks with causality and windows taken out; those that stay must be of a type that the operator takes."""
-    lines = [same(t.arrangement[-2:], [problem.sq.leaves(), problem.sk.leaves()]) for t in problem.terms]
+    lines = [not t.whole and same(t.arrangement[-2:], [problem.sq.leaves(), problem.sk.leaves()]) for t in problem.terms]
     reduced = masks.reduce_masks(facts, problem.terms, offset, lines)
     for step in reduced.steps:
         if isinstance(step, Term) and facts.dtype(step.value) != problem.dtype:

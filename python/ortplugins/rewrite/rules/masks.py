@@ -39,6 +39,7 @@ class Term:
     factor: float = 1.0
     fill: float | None = None  # None: added; else a choice: where it is not kept, the score becomes this
     keep: bool = True  # the value is true where the score is kept
+    whole: bool = False  # passed to the operator as it is
 
 
 @dataclass
