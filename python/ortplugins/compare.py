@@ -1,6 +1,7 @@
 """Comparing a model with its rewritten form: the same inputs, errors against float64, latency in alternation.
 
-Both models run in ONNX Runtime through Polygraphy's runners; Polygraphy's comparator gives the verdict for every output.
+Both models run in ONNX Runtime through Polygraphy's runners; Polygraphy's comparator gives the verdict for every
+output.
 """
 
 from __future__ import annotations
@@ -49,7 +50,8 @@ class OutputComparison:
     """One output on one set of inputs. Errors are largest absolute differences; None where there is nothing to compare.
 
     ``error_original`` and ``error_rewritten`` are against ``reference`` (``float64``, or None when there is none), and
-    ``difference`` is between the two models. ``bound`` limits ``error_rewritten``, or ``difference`` without a reference.
+    ``difference`` is between the two models. ``bound`` limits ``error_rewritten``, or ``difference`` without a
+    reference.
     """
 
     name: str
@@ -137,8 +139,8 @@ def compare(
             vocabulary, padded masks (see :func:`ortplugins.inputs.make_inputs`).
         sizes, batch, length: sizes of symbolic dimensions, when inputs are made. Without any, two shapes are tried.
         atol: largest absolute difference allowed between the two models. By default the bound comes from float64: the
-            rewritten model may have at most twice the original's error plus four units in the last place of the output's
-            largest value. Where the graph has no float64 reference, ``STATED_BOUND`` limits the difference.
+            rewritten model may have at most twice the original's error plus four units in the last place of the
+            output's largest value. Where the graph has no float64 reference, ``STATED_BOUND`` limits the difference.
         layers: also compare every intermediate tensor that both graphs have (``Comparison.layers``).
         latency: also measure both models, in alternation, for at least ``min_seconds``.
         threads: threads of the CPU provider; ONNX Runtime's default when None.
@@ -159,8 +161,22 @@ def compare(
             rewritten = Path(scratch) / f"{Path(describe(original)).stem}.rewritten.onnx"
             rewrite_report = rewrite(original, output=rewritten).report.to_dict()
         comparison = _compare(
-            original, rewritten, provider=provider, inputs=inputs, sizes=sizes, batch=batch, length=length, atol=atol,
-            layers=layers, latency=latency, min_seconds=min_seconds, threads=threads, library=library, seed=seed, say=say)
+            original,
+            rewritten,
+            provider=provider,
+            inputs=inputs,
+            sizes=sizes,
+            batch=batch,
+            length=length,
+            atol=atol,
+            layers=layers,
+            latency=latency,
+            min_seconds=min_seconds,
+            threads=threads,
+            library=library,
+            seed=seed,
+            say=say,
+        )
     comparison.rewrite_report = rewrite_report
     if rewrite_report is not None:
         comparison.rewritten = "its rewritten form"
@@ -169,10 +185,24 @@ def compare(
     return comparison
 
 
-def _compare(original: Model, rewritten: Model, *, provider: str, inputs: Feeds | Sequence[Feeds] | None,
-             sizes: Mapping[str, int] | None, batch: int | None, length: int | None, atol: float | None, layers: bool,
-             latency: bool, min_seconds: float, threads: int | None, library: str | os.PathLike[str] | None, seed: int,
-             say: Progress) -> Comparison:
+def _compare(
+    original: Model,
+    rewritten: Model,
+    *,
+    provider: str,
+    inputs: Feeds | Sequence[Feeds] | None,
+    sizes: Mapping[str, int] | None,
+    batch: int | None,
+    length: int | None,
+    atol: float | None,
+    layers: bool,
+    latency: bool,
+    min_seconds: float,
+    threads: int | None,
+    library: str | os.PathLike[str] | None,
+    seed: int,
+    say: Progress,
+) -> Comparison:
     say("reading models", 0.05)
     stock_proto, ours_proto = load_model(original), load_model(rewritten)
     _check_interfaces(stock_proto, ours_proto)
@@ -190,7 +220,9 @@ def _compare(original: Model, rewritten: Model, *, provider: str, inputs: Feeds 
         say("comparing layers", 0.5)
         comparison.layers = _compare_layers(stock_proto, ours_proto, feeds[-1], provider, threads, library, atol)
     if latency:
-        comparison.latency = _measure(stock, ours, feeds[-1], provider, min_seconds, lambda f: say("measuring latency", 0.6 + 0.4 * f))
+        comparison.latency = _measure(
+            stock, ours, feeds[-1], provider, min_seconds, lambda f: say("measuring latency", 0.6 + 0.4 * f)
+        )
     say("done", 1.0)
     return comparison
 
@@ -198,14 +230,25 @@ def _compare(original: Model, rewritten: Model, *, provider: str, inputs: Feeds 
 def _check_interfaces(stock: onnx.ModelProto, ours: onnx.ModelProto) -> None:
     initializers = {t.name for t in (*stock.graph.initializer, *ours.graph.initializer)}
     for what in ("input", "output"):
-        a, b = ({v.name: v.type.tensor_type.elem_type for v in getattr(m.graph, what) if v.name not in initializers} for m in (stock, ours))
+        a, b = (
+            {v.name: v.type.tensor_type.elem_type for v in getattr(m.graph, what) if v.name not in initializers}
+            for m in (stock, ours)
+        )
         if a != b:
             differing = sorted(n for n in a.keys() | b.keys() if a.get(n) != b.get(n))
-            raise OrtPluginsError(f"the models are not two forms of one: their {what}s differ in {', '.join(differing)}")
+            raise OrtPluginsError(
+                f"the models are not two forms of one: their {what}s differ in {', '.join(differing)}"
+            )
 
 
-def _input_sets(model: onnx.ModelProto, inputs: Feeds | Sequence[Feeds] | None, sizes: Mapping[str, int] | None,
-                batch: int | None, length: int | None, seed: int) -> list[Feeds]:
+def _input_sets(
+    model: onnx.ModelProto,
+    inputs: Feeds | Sequence[Feeds] | None,
+    sizes: Mapping[str, int] | None,
+    batch: int | None,
+    length: int | None,
+    seed: int,
+) -> list[Feeds]:
     if inputs is not None:
         sets = [inputs] if isinstance(inputs, Mapping) else list(inputs)
         if not sets:
@@ -261,7 +304,9 @@ def _run(stock: Any, ours: Any, feeds: Feeds) -> Any:
                 results.extend(Comparator.run([OnnxrtRunner(session, name=name)], data_loader=[OrderedDict(feeds)]))
             except Exception as error:
                 shapes = ", ".join(f"{n} {'x'.join(map(str, v.shape))}" for n, v in feeds.items())
-                raise OrtPluginsError(f"the {name} model does not run on the inputs {shapes}: {one_line(error)}") from error
+                raise OrtPluginsError(
+                    f"the {name} model does not run on the inputs {shapes}: {one_line(error)}"
+                ) from error
     return results
 
 
@@ -285,18 +330,23 @@ def _judge(results: Any, exact: Mapping[str, np.ndarray], atol: float | None) ->
     for name, outputs in sides.items():
         doubles = OrderedDict((n, v.astype(np.float64)) for n, v in outputs.items())
         runs.append((name, [IterationResult(doubles, runner_name=name)]))
-    check = SimpleCompareFunc(atol={c.name: c.bound for c in checked}, rtol=0.0, check_error_stat="max", infinities_compare_equal=True)
+    check = SimpleCompareFunc(
+        atol={c.name: c.bound for c in checked}, rtol=0.0, check_error_stat="max", infinities_compare_equal=True
+    )
     with G_LOGGER.verbosity(), np.errstate(all="ignore"):
         (verdicts,) = Comparator.compare_accuracy(runs, compare_func=check)[0].values()
     for c in checked:
         c.passed = bool(verdicts[0][c.name])
         if not c.passed:
-            c.reason = f"error {c.error_rewritten if c.reference else c.difference:.3g} is above the bound {c.bound:.3g}"
+            c.reason = (
+                f"error {c.error_rewritten if c.reference else c.difference:.3g} is above the bound {c.bound:.3g}"
+            )
     return comparisons
 
 
-def _measure_output(name: str, stock: np.ndarray, ours: np.ndarray | None, exact: np.ndarray | None,
-                    atol: float | None) -> OutputComparison:
+def _measure_output(
+    name: str, stock: np.ndarray, ours: np.ndarray | None, exact: np.ndarray | None, atol: float | None
+) -> OutputComparison:
     result = OutputComparison(name, stock.dtype.name, tuple(stock.shape), None, None, None, None, 0.0, True)
     if ours is None:
         result.reason = "the rewritten model has no such output"
@@ -308,7 +358,9 @@ def _measure_output(name: str, stock: np.ndarray, ours: np.ndarray | None, exact
     stock64, ours64 = stock.astype(np.float64), ours.astype(np.float64)
     nan_stock, nan_ours = int(np.isnan(stock64).sum()), int(np.isnan(ours64).sum())
     if nan_stock or nan_ours:
-        result.reason = f"NaN cannot be compared: {nan_stock} in the original, {nan_ours} in the rewritten model, of {stock.size}"
+        result.reason = (
+            f"NaN cannot be compared: {nan_stock} in the original, {nan_ours} in the rewritten model, of {stock.size}"
+        )
         result.passed = False
         return result
     result.difference = _distance(ours64, stock64)
@@ -339,8 +391,15 @@ def _largest(a: np.ndarray) -> float:
     return float(np.max(np.abs(a[np.isfinite(a)]), initial=0.0))
 
 
-def _compare_layers(stock: onnx.ModelProto, ours: onnx.ModelProto, feeds: Feeds, provider: str, threads: int | None,
-                    library: str | os.PathLike[str] | None, atol: float | None) -> list[OutputComparison]:
+def _compare_layers(
+    stock: onnx.ModelProto,
+    ours: onnx.ModelProto,
+    feeds: Feeds,
+    provider: str,
+    threads: int | None,
+    library: str | os.PathLike[str] | None,
+    atol: float | None,
+) -> list[OutputComparison]:
     """Compares every tensor of the top-level graphs that both have, in graph order."""
     from polygraphy.backend.onnx import ModifyOutputs
     from polygraphy.logger import G_LOGGER
@@ -352,13 +411,17 @@ def _compare_layers(stock: onnx.ModelProto, ours: onnx.ModelProto, feeds: Feeds,
     names = [name for name in produced(stock) if name in in_ours]
     with G_LOGGER.verbosity():
         marked = [ModifyOutputs(m, outputs=names, copy=True)() for m in (stock, ours)]
-    sessions = [make_session(marked[0], provider=provider, threads=threads),
-                make_session(marked[1], provider=provider, threads=threads, library=library)]
+    sessions = [
+        make_session(marked[0], provider=provider, threads=threads),
+        make_session(marked[1], provider=provider, threads=threads, library=library),
+    ]
     exact = {} if atol is not None else _Reference(stock, names)(feeds)
     return _judge(_run(*sessions, feeds), exact, atol)
 
 
-def _measure(stock: Any, ours: Any, feeds: Feeds, provider: str, min_seconds: float, progress: Callable[[float], None]) -> Latency:
+def _measure(
+    stock: Any, ours: Any, feeds: Feeds, provider: str, min_seconds: float, progress: Callable[[float], None]
+) -> Latency:
     calls = [DeviceCall(session, feeds, provider) for session in (stock, ours)]
     rounds = timing.alternate(calls, min_seconds=min_seconds, progress=progress)
     shapes = {name: tuple(value.shape) for name, value in feeds.items()}

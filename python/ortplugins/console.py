@@ -26,8 +26,14 @@ VERDICT_STYLE = {"faster": "green", "same": "default", "slower": "red"}
 @contextlib.contextmanager
 def progress_bar() -> Iterator[Callable[[str, float], None]]:
     """A bar for work told as (what, fraction); nothing is drawn where stderr is no terminal."""
-    bar = Progress(TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), console=err, transient=True,
-                   disable=not sys.stderr.isatty())
+    bar = Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TimeElapsedColumn(),
+        console=err,
+        transient=True,
+        disable=not sys.stderr.isatty(),
+    )
     with bar:
         task = bar.add_task("starting", total=1.0)
         yield lambda what, fraction: bar.update(task, description=what, completed=fraction)
@@ -35,7 +41,9 @@ def progress_bar() -> Iterator[Callable[[str, float], None]]:
 
 def table(title: str, columns: Iterable[str], numbers: Iterable[str] = ()) -> Table:
     """An empty table; the columns in ``numbers`` are aligned to the right."""
-    result = Table(title=title, title_justify="left", title_style="bold", header_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
+    result = Table(
+        title=title, title_justify="left", title_style="bold", header_style="bold", box=box.SIMPLE_HEAD, pad_edge=False
+    )
     numbers = set(numbers)
     for column in columns:
         result.add_column(column, justify="right" if column in numbers else "left", overflow="fold")

@@ -101,15 +101,19 @@ def run_demo(
 ) -> DemoResult:
     """Rewrite the demo model and compare it with stock ONNX Runtime at each of ``shapes``, on the CPU.
 
-    ``model`` is another file of that model, ``output`` a file to keep the rewritten one in, and ``min_seconds`` the least
-    time for the latency of each shape.
+    ``model`` is another file of that model, ``output`` a file to keep the rewritten one in, and ``min_seconds`` the
+    least time for the latency of each shape.
     """
     path = Path(model) if model is not None else find_model()
     progress("rewriting the model", 0.0)
     original = load_model(path)
     rewritten = rewrite(path, output=output)
-    result = DemoResult(path.stem, f"{original.producer_name} {original.producer_version}", import_onnxruntime().__version__,
-                        rewritten.report.to_dict()["sites"])
+    result = DemoResult(
+        path.stem,
+        f"{original.producer_name} {original.producer_version}",
+        import_onnxruntime().__version__,
+        rewritten.report.to_dict()["sites"],
+    )
     progress("creating sessions", 0.1)
     stock = make_session(path, threads=threads)
     ours = make_session(rewritten.model, threads=threads)
@@ -119,11 +123,26 @@ def run_demo(
         progress(what, start)
         feeds = make_inputs(original, batch=batch, length=length, seed=i)
         expected, actual = stock.run(None, feeds), ours.run(None, feeds)
-        error = max(float(np.max(np.abs(a.astype(np.float64) - b.astype(np.float64)))) for a, b in zip(actual, expected))
-        rounds = timing.alternate([DeviceCall(s, feeds, "cpu") for s in (stock, ours)], min_seconds=min_seconds,
-                                  progress=lambda f: progress(what, start + share * f))
-        result.shapes.append(ShapeResult(batch, length, error, _min_cosine(expected, actual), rounds.timing(0), rounds.timing(1),
-                                         rounds.ratio(), rounds.verdict()))
+        error = max(
+            float(np.max(np.abs(a.astype(np.float64) - b.astype(np.float64)))) for a, b in zip(actual, expected)
+        )
+        rounds = timing.alternate(
+            [DeviceCall(s, feeds, "cpu") for s in (stock, ours)],
+            min_seconds=min_seconds,
+            progress=lambda f: progress(what, start + share * f),
+        )
+        result.shapes.append(
+            ShapeResult(
+                batch,
+                length,
+                error,
+                _min_cosine(expected, actual),
+                rounds.timing(0),
+                rounds.timing(1),
+                rounds.ratio(),
+                rounds.verdict(),
+            )
+        )
     return result
 
 

@@ -70,7 +70,7 @@ class Facts:
 
 @dataclass
 class Finding:
-    """One line of the diagnosis. ``status``: ok, note (nothing to do), warn (something is lost), fail (something breaks)."""
+    """One line of the diagnosis. ``status``: ok, note (fine as it is), warn (something is lost), fail (broken)."""
 
     what: str
     status: str
@@ -132,7 +132,10 @@ def _try_op(provider: str) -> str | None:
     """Why one small softmax of ours does not run on ``provider``, or None."""
     code = f"from ortplugins.doctor import run_one_op; run_one_op({provider!r})"
     # The child must find the package where this process found it.
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).resolve().parents[1]), os.environ.get("PYTHONPATH", "")])}
+    env = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(Path(__file__).resolve().parents[1]), os.environ.get("PYTHONPATH", "")]),
+    }
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, env=env)
     if result.returncode == 0:
         return None
@@ -204,18 +207,29 @@ def diagnose(facts: Facts) -> list[Finding]:
     kernels = f", CPU kernels: {facts.cpu_isa}, CUDA kernels: {_built_with(facts)}" if facts.cpu_isa else ""
     findings = [Finding("ortplugins", "ok", __version__ + kernels)]
     if (facts.system, facts.machine) != ("Linux", "x86_64"):
-        findings.append(Finding("platform", "fail", f"{facts.system} {facts.machine}", "the library is built for Linux on x86_64"))
+        findings.append(
+            Finding("platform", "fail", f"{facts.system} {facts.machine}", "the library is built for Linux on x86_64")
+        )
     findings += _diagnose_onnxruntime(facts)
     for library in facts.libraries:
         if not library.exists:
-            findings.append(Finding(library.name, "fail", f"not in {LIBRARY_FOLDER}", "install the package again from its source"))
+            findings.append(
+                Finding(library.name, "fail", f"not in {LIBRARY_FOLDER}", "install the package again from its source")
+            )
         elif library.error:
-            findings.append(Finding(library.name, "fail", f"does not load: {library.error}", "install the package again from its source"))
+            findings.append(
+                Finding(
+                    library.name, "fail", f"does not load: {library.error}", "install the package again from its source"
+                )
+            )
         else:
             findings.append(Finding(library.name, "ok", "loads"))
     if facts.ort_version is not None and facts.libraries and facts.libraries[0].exists:
-        findings.append(Finding("op on CPU", "fail", facts.op_error, "this must work; see the lines above")
-                        if facts.op_error else Finding("op on CPU", "ok", "FusedSoftmax runs and is right"))
+        findings.append(
+            Finding("op on CPU", "fail", facts.op_error, "this must work; see the lines above")
+            if facts.op_error
+            else Finding("op on CPU", "ok", "FusedSoftmax runs and is right")
+        )
     findings += _diagnose_cuda(facts)
     return findings
 
@@ -223,13 +237,22 @@ def diagnose(facts: Facts) -> list[Finding]:
 def _built_with(facts: Facts) -> str:
     if not facts.with_cuda:
         return "none (CPU-only build)"
-    return f"CUDA {facts.build_cuda or '?'}" + (f" for sm {', '.join(map(str, facts.build_sms))}" if facts.build_sms else "")
+    return f"CUDA {facts.build_cuda or '?'}" + (
+        f" for sm {', '.join(map(str, facts.build_sms))}" if facts.build_sms else ""
+    )
 
 
 def _diagnose_onnxruntime(facts: Facts) -> list[Finding]:
     what = "ONNX Runtime"
     if facts.ort_version is None:
-        return [Finding(what, "fail", f"cannot be imported: {facts.ort_error}", "pip install onnxruntime, or onnxruntime-gpu for NVIDIA GPUs")]
+        return [
+            Finding(
+                what,
+                "fail",
+                f"cannot be imported: {facts.ort_error}",
+                "pip install onnxruntime, or onnxruntime-gpu for NVIDIA GPUs",
+            )
+        ]
     findings = []
     numbers = tuple(map(int, re.findall(r"\d+", facts.ort_version)[:2]))
     oldest, newest = (".".join(map(str, v)) for v in (MINIMUM_ONNXRUNTIME, NEWEST_TESTED_ONNXRUNTIME))
@@ -241,7 +264,11 @@ def _diagnose_onnxruntime(facts: Facts) -> list[Finding]:
         findings.append(Finding(what, "ok", facts.ort_version))
     if len(facts.distributions) > 1:
         both = " and ".join(f"{n} {v}" for n, v in facts.distributions.items())
-        findings.append(Finding(what, "fail", f"{both} are installed together", "they overwrite each other: uninstall both, install one"))
+        findings.append(
+            Finding(
+                what, "fail", f"{both} are installed together", "they overwrite each other: uninstall both, install one"
+            )
+        )
     short = [p.removesuffix("ExecutionProvider") for p in facts.ort_providers]
     findings.append(Finding("providers", "ok", ", ".join(short)))
     return findings
@@ -253,10 +280,19 @@ def _diagnose_cuda(facts: Facts) -> list[Finding]:
     findings = []
     version = f"{facts.driver or '?'}, up to CUDA {_dotted(facts.driver_cuda)}"
     if facts.driver_error:
-        findings.append(Finding("NVIDIA driver", "fail", f"{version}; {facts.driver_error}", "check the driver with nvidia-smi"))
+        findings.append(
+            Finding("NVIDIA driver", "fail", f"{version}; {facts.driver_error}", "check the driver with nvidia-smi")
+        )
     elif facts.with_cuda and facts.build_cuda and facts.driver_cuda // 1000 < int(facts.build_cuda.split(".")[0]):
-        findings.append(Finding("NVIDIA driver", "fail", version, f"our kernels were built with CUDA {facts.build_cuda}: update the driver, "
-                                f"or build with a CUDA {facts.driver_cuda // 1000} toolkit"))
+        findings.append(
+            Finding(
+                "NVIDIA driver",
+                "fail",
+                version,
+                f"our kernels were built with CUDA {facts.build_cuda}: update the driver, "
+                f"or build with a CUDA {facts.driver_cuda // 1000} toolkit",
+            )
+        )
     else:
         findings.append(Finding("NVIDIA driver", "ok", version))
     if not facts.gpus and not facts.driver_error:
@@ -266,12 +302,32 @@ def _diagnose_cuda(facts: Facts) -> list[Finding]:
     findings += _diagnose_toolkit(facts)
     if facts.gpus:
         if not facts.with_cuda:
-            findings.append(Finding("CUDA kernels", "warn", "this build has none", "install the CUDA toolkit and the package again to use the GPU"))
+            findings.append(
+                Finding(
+                    "CUDA kernels",
+                    "warn",
+                    "this build has none",
+                    "install the CUDA toolkit and the package again to use the GPU",
+                )
+            )
         if PROVIDERS["cuda"] not in facts.ort_providers:
-            findings.append(Finding("CUDA provider", "warn", "ONNX Runtime has none", "pip uninstall onnxruntime; pip install onnxruntime-gpu"))
+            findings.append(
+                Finding(
+                    "CUDA provider",
+                    "warn",
+                    "ONNX Runtime has none",
+                    "pip uninstall onnxruntime; pip install onnxruntime-gpu",
+                )
+            )
         elif facts.cuda_provider_error:
-            findings.append(Finding("CUDA provider", "fail", facts.cuda_provider_error,
-                                    "onnxruntime-gpu needs CUDA and cuDNN libraries of its own versions; the message names the one missing"))
+            findings.append(
+                Finding(
+                    "CUDA provider",
+                    "fail",
+                    facts.cuda_provider_error,
+                    "onnxruntime-gpu needs certain versions of CUDA and cuDNN; the message names what is missing",
+                )
+            )
         else:
             findings.append(Finding("CUDA provider", "ok", "FusedSoftmax runs and is right"))
     return findings
@@ -280,14 +336,29 @@ def _diagnose_cuda(facts: Facts) -> list[Finding]:
 def _diagnose_gpu(what: str, gpu: Gpu, facts: Facts) -> Finding:
     found = f"{gpu.name}, compute capability {gpu.sm // 10}.{gpu.sm % 10}, {gpu.memory_bytes / 2**30:.0f} GiB"
     if gpu.sm < MINIMUM_SM:
-        return Finding(what, "fail", found, f"our CUDA kernels need {MINIMUM_SM // 10}.{MINIMUM_SM % 10} or newer; use the CPU provider")
+        return Finding(
+            what,
+            "fail",
+            found,
+            f"our CUDA kernels need {MINIMUM_SM // 10}.{MINIMUM_SM % 10} or newer; use the CPU provider",
+        )
     if facts.build_sms and not any(sm // 10 == gpu.sm // 10 and sm <= gpu.sm for sm in facts.build_sms):
         toolkit = tuple(map(int, (facts.build_cuda or "0.0").split(".")[:2]))
         if gpu.sm < max(facts.build_sms):
-            return Finding(what, "fail", found, f"this build has no code for it, only for sm {', '.join(map(str, facts.build_sms))}: "
-                           f"build with -DORTPLUGINS_CUDA_ARCHITECTURES={gpu.sm}")
+            return Finding(
+                what,
+                "fail",
+                found,
+                f"this build has no code for it, only for sm {', '.join(map(str, facts.build_sms))}: "
+                f"build with -DORTPLUGINS_CUDA_ARCHITECTURES={gpu.sm}",
+            )
         if facts.driver_cuda is not None and facts.driver_cuda < 1000 * toolkit[0] + 10 * toolkit[1]:
-            return Finding(what, "fail", found, f"this build has only PTX of CUDA {facts.build_cuda} for it, which the driver is too old to translate")
+            return Finding(
+                what,
+                "fail",
+                found,
+                f"this build has only PTX of CUDA {facts.build_cuda} for it, which the driver is too old to translate",
+            )
         return Finding(what, "note", found, "kernels are translated from PTX at the first use, which takes a while")
     return Finding(what, "ok", found)
 
@@ -297,7 +368,14 @@ def _diagnose_toolkit(facts: Facts) -> list[Finding]:
         return [Finding("CUDA toolkit", "note", "no nvcc: only needed to build CUDA kernels")]
     major = int(facts.toolkit.split(".")[0])
     if facts.driver_cuda is not None and major > facts.driver_cuda // 1000:
-        return [Finding("CUDA toolkit", "warn", facts.toolkit, f"what it builds will not run on this driver, which knows CUDA {_dotted(facts.driver_cuda)}")]
+        return [
+            Finding(
+                "CUDA toolkit",
+                "warn",
+                facts.toolkit,
+                f"what it builds will not run on this driver, which knows CUDA {_dotted(facts.driver_cuda)}",
+            )
+        ]
     return [Finding("CUDA toolkit", "ok", facts.toolkit)]
 
 

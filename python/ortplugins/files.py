@@ -9,7 +9,7 @@ from .errors import OrtPluginsError
 
 
 def replace_atomically(path: str | os.PathLike[str], text: str) -> None:
-    """Write ``text`` to ``path``; until it is complete the old file, if there is one, stays. OrtPluginsError on failure."""
+    """Write ``text`` to ``path``, or leave the old file as it was. OrtPluginsError when that is not possible."""
     path = os.fspath(path)
     try:
         with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=os.path.dirname(path) or ".", delete=False) as file:

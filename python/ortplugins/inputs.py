@@ -13,17 +13,29 @@ from .errors import OrtPluginsError
 
 Feeds = dict[str, np.ndarray]
 
-_SAME_VALUES = {"Cast", "Reshape", "Squeeze", "Unsqueeze", "Identity", "Expand", "Flatten", "Transpose", "Slice", "Tile"}
+_SAME_VALUES = {
+    "Cast",
+    "Reshape",
+    "Squeeze",
+    "Unsqueeze",
+    "Identity",
+    "Expand",
+    "Flatten",
+    "Transpose",
+    "Slice",
+    "Tile",
+}
 
 
-def make_inputs(model: onnx.ModelProto, sizes: Mapping[str, int] | None = None, *, batch: int = 2, length: int = 32,
-                seed: int = 0) -> Feeds:
+def make_inputs(
+    model: onnx.ModelProto, sizes: Mapping[str, int] | None = None, *, batch: int = 2, length: int = 32, seed: int = 0
+) -> Feeds:
     """Random inputs for every graph input of ``model`` that is not an initializer.
 
     Each symbolic dimension gets one size: the one in ``sizes`` if it is named there, ``batch`` for a symbol whose name
     says batch or which is the first dimension, and ``length`` otherwise. Integer inputs that index a constant table
-    stay inside it; inputs named as masks are ones for the first part of each row and zeros for its padding; other floats
-    are standard normal.
+    stay inside it; inputs named as masks are ones for the first part of each row and zeros for its padding; other
+    floats are standard normal.
 
     Raises OrtPluginsError for a name in ``sizes`` that no input has, and for input types with no NumPy type.
     """
@@ -32,7 +44,9 @@ def make_inputs(model: onnx.ModelProto, sizes: Mapping[str, int] | None = None, 
     symbols = _Symbols(values, sizes or {}, batch, length)
     if unknown := set(sizes or {}) - symbols.known:
         known = ", ".join(sorted(symbols.known)) or "none"
-        raise OrtPluginsError(f"no input has a dimension named {', '.join(sorted(unknown))}; the symbolic dimensions are: {known}")
+        raise OrtPluginsError(
+            f"no input has a dimension named {', '.join(sorted(unknown))}; the symbolic dimensions are: {known}"
+        )
     limits = _index_limits(model.graph)
     rng = np.random.default_rng(seed)
     return {v.name: _random(v, symbols.shape(v), limits.get(v.name), rng) for v in values}
@@ -48,7 +62,9 @@ class _Symbols:
 
     def shape(self, value: onnx.ValueInfoProto) -> tuple[int, ...]:
         dims = value.type.tensor_type.shape.dim
-        return tuple(d.dim_value if d.HasField("dim_value") else self._size(d.dim_param, axis) for axis, d in enumerate(dims))
+        return tuple(
+            d.dim_value if d.HasField("dim_value") else self._size(d.dim_param, axis) for axis, d in enumerate(dims)
+        )
 
     def _size(self, symbol: str, axis: int) -> int:
         if symbol in self.sizes:
@@ -98,11 +114,15 @@ def _index_limits(graph: onnx.GraphProto) -> dict[str, int]:
     return limits
 
 
-def _random(value: onnx.ValueInfoProto, shape: tuple[int, ...], limit: int | None, rng: np.random.Generator) -> np.ndarray:
+def _random(
+    value: onnx.ValueInfoProto, shape: tuple[int, ...], limit: int | None, rng: np.random.Generator
+) -> np.ndarray:
     try:
         dtype = onnx.helper.tensor_dtype_to_np_dtype(value.type.tensor_type.elem_type)
     except KeyError:
-        raise OrtPluginsError(f"input {value.name} is not a tensor of numbers; give its value with an .npz file") from None
+        raise OrtPluginsError(
+            f"input {value.name} is not a tensor of numbers; give its value with an .npz file"
+        ) from None
     if "mask" in value.name.lower():
         mask = _padded_mask(shape, dtype, rng)
         # torch's key_padding_mask marks the padding.

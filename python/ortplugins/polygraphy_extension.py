@@ -23,8 +23,8 @@ from polygraphy.tools.script import make_invocable
 class SessionWithPlugins(BaseLoader):
     """Functor that makes an ``onnxruntime.InferenceSession`` with the ortplugins library registered.
 
-    ``model`` is serialized bytes, a path, or a callable that returns one of them; ``providers`` are ONNX Runtime's names
-    or parts of them, as in Polygraphy's ``SessionFromOnnx``; ``library`` names another build of the library.
+    ``model`` is serialized bytes, a path, or a callable that returns one of them; ``providers`` are ONNX Runtime's
+    names or parts of them, as in Polygraphy's ``SessionFromOnnx``; ``library`` names another build of the library.
     """
 
     def __init__(self, model, providers=None, library=None):
@@ -91,7 +91,8 @@ class OrtPluginsRunnerArgs(BaseRunnerArgs):
         script.add_import(imports=["OnnxrtRunner"], frm="polygraphy.backend.onnxrt")
         providers = self.arg_groups[OnnxrtSessionArgs].providers
         session = script.add_loader(
-            make_invocable("SessionWithPlugins", model, providers=providers, library=self.library), "build_ortplugins_session"
+            make_invocable("SessionWithPlugins", model, providers=providers, library=self.library),
+            "build_ortplugins_session",
         )
         script.add_runner(make_invocable("OnnxrtRunner", session, name="ortplugins"))
 

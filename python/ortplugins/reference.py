@@ -99,7 +99,11 @@ def _convert_nodes(nodes: Iterable[onnx.NodeProto]) -> None:
             elif attribute.type == AttributeProto.GRAPH:
                 _convert_graph(attribute.g)
             elif node.op_type == "Constant" and attribute.name in ("value_float", "value_floats"):
-                value = np.float64(attribute.f) if attribute.name == "value_float" else np.array(attribute.floats, np.float64)
+                value = (
+                    np.float64(attribute.f)
+                    if attribute.name == "value_float"
+                    else np.array(attribute.floats, np.float64)
+                )
                 attribute.CopyFrom(onnx.helper.make_attribute("value", numpy_helper.from_array(np.asarray(value))))
 
 

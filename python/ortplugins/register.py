@@ -32,7 +32,7 @@ def get_library_path() -> str:
     path = LIBRARY_FOLDER / "libortplugins_onnxruntime.so"
     if not path.is_file():
         raise LibraryNotFoundError(
-            f"the custom-op library is missing at {path}; install the package again with `pip install --force-reinstall .`"
+            f"the custom-op library is missing at {path}; install the package again: pip install --force-reinstall ."
         )
     return str(path)
 
@@ -54,8 +54,9 @@ def check_onnxruntime_version(version: str) -> None:
         from . import __version__
 
         oldest = ".".join(map(str, MINIMUM_ONNXRUNTIME))
-        raise RuntimeMismatchError(f"ortplugins {__version__} needs ONNX Runtime {oldest} or newer, but this is ONNX Runtime {version}")
-
+        raise RuntimeMismatchError(
+            f"ortplugins {__version__} needs ONNX Runtime {oldest} or newer, but this is ONNX Runtime {version}"
+        )
 
 
 def register(session_options: onnxruntime.SessionOptions, *, library: str | os.PathLike[str] | None = None) -> None:

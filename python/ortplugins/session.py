@@ -46,11 +46,17 @@ def check_domain(model: onnx.ModelProto) -> None:
     for scope, nodes in ((model, model.graph.node), *((f, f.node) for f in model.functions)):
         versions = {opset.domain: opset.version for opset in scope.opset_import}
         if versions.get(DOMAIN, OPSET_VERSION) > OPSET_VERSION:
-            raise OrtPluginsError(f"the model asks for version {versions[DOMAIN]} of domain {DOMAIN}; this library offers version {OPSET_VERSION}")
+            raise OrtPluginsError(
+                f"the model asks for version {versions[DOMAIN]} of domain {DOMAIN}; "
+                f"this library offers version {OPSET_VERSION}"
+            )
         for node in nodes:
             if node.op_type in _OP_TYPES and node.domain != DOMAIN:
-                raise OrtPluginsError(f"node {node.name!r}: {node.op_type} is looked up in domain {node.domain or 'ai.onnx'!r} "
-                                      f"version {versions.get(node.domain, 0)}; it is offered in domain {DOMAIN!r} version {OPSET_VERSION}")
+                raise OrtPluginsError(
+                    f"node {node.name!r}: {node.op_type} is looked up in domain {node.domain or 'ai.onnx'!r} "
+                    f"version {versions.get(node.domain, 0)}; "
+                    f"it is offered in domain {DOMAIN!r} version {OPSET_VERSION}"
+                )
 
 
 _OP_TYPES = frozenset(op.name for op in OPS)
@@ -80,7 +86,7 @@ def provider_list(provider: str, options: Mapping[str, str] | None = None) -> li
         raise OrtPluginsError(f"unknown provider {provider!r}; there are {', '.join(PROVIDERS)}")
     if PROVIDERS[provider] not in ort.get_available_providers():
         raise OrtPluginsError(
-            f"this ONNX Runtime {ort.__version__} has no {PROVIDERS[provider]}; `ortplugins doctor` says what is missing"
+            f"this ONNX Runtime {ort.__version__} has no {PROVIDERS[provider]}; `ortplugins doctor` says more"
         )
     cpu = PROVIDERS["cpu"]
     return [cpu] if provider == "cpu" else [(PROVIDERS["cuda"], {"use_tf32": "0", **(options or {})}), cpu]
@@ -116,7 +122,7 @@ def make_session(
         raise OrtPluginsError(f"ONNX Runtime {ort.__version__} refuses {describe(model)}: {one_line(error)}") from error
     if PROVIDERS[provider] not in session.get_providers():
         raise OrtPluginsError(
-            f"ONNX Runtime could not start {PROVIDERS[provider]} and fell back; `ortplugins doctor` says what is missing"
+            f"ONNX Runtime could not start {PROVIDERS[provider]} and fell back; `ortplugins doctor` says why"
         )
     return session
 

@@ -1,4 +1,4 @@
-"""Timing several ways to do the same thing in alternation, so that a change of the machine's speed meets all of them."""
+"""Timing rivals in alternation, so that a change of the machine's speed meets all of them."""
 
 from __future__ import annotations
 

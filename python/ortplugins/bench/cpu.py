@@ -16,8 +16,14 @@ BASELINE = "ort"
 MIN_SECONDS = 2.0
 
 
-def run(names: Sequence[str], *, threads: int = 2, min_seconds: float = MIN_SECONDS, command: str = "",
-        progress: Callable[[str, float], None] = lambda what, fraction: None) -> tuple[dict[str, Any], list[Record]]:
+def run(
+    names: Sequence[str],
+    *,
+    threads: int = 2,
+    min_seconds: float = MIN_SECONDS,
+    command: str = "",
+    progress: Callable[[str, float], None] = lambda what, fraction: None,
+) -> tuple[dict[str, Any], list[Record]]:
     """Measures every CPU problem of the workloads ``names`` and returns the environment and the records.
 
     Both sides run in ONNX Runtime with the same number of threads, their weights constant, inputs and outputs bound.
@@ -32,11 +38,22 @@ def run(names: Sequence[str], *, threads: int = 2, min_seconds: float = MIN_SECO
         ours = make_session(workload.model(problem, inputs), threads=threads)
         stock = make_session(workload.stock(problem, inputs), threads=threads)
         error = workload.error(problem, inputs, ours.run(None, feeds)[0])
-        rounds = timing.alternate([DeviceCall(s, feeds, "cpu") for s in (stock, ours)], min_seconds=min_seconds,
-                                  progress=lambda f, i=i, what=what: progress(what, (i + f) / len(jobs)))
+        rounds = timing.alternate(
+            [DeviceCall(s, feeds, "cpu") for s in (stock, ours)],
+            min_seconds=min_seconds,
+            progress=lambda f, i=i, what=what: progress(what, (i + f) / len(jobs)),
+        )
         measured = rounds.timing(1)
-        record = Record(workload.spec.name, dict(problem), "float32", None, native.choose(workload.spec.name, inputs, attrs),
-                        measured.median_us, measured.spread_us, error)
+        record = Record(
+            workload.spec.name,
+            dict(problem),
+            "float32",
+            None,
+            native.choose(workload.spec.name, inputs, attrs),
+            measured.median_us,
+            measured.spread_us,
+            error,
+        )
         record.add_baseline(BASELINE, rounds.timing(0))
         records.append(record)
     return environment(cpu_name(), command, threads=threads, cpu_isa=native.cpu_isa()), records

@@ -1,10 +1,10 @@
 """Benchmarks on a GPU, against PyTorch, cuBLAS and ONNX Runtime's own kernels. Needs PyTorch.
 
-Every rival is timed by the same method, in alternation. The calls of a rival are captured into one CUDA graph that walks
-over several sets of buffers, together larger than twice the L2 cache, so that no call finds its data in the cache and no
-launch overhead is counted; the time of a call is the graph's, between two events, divided by its calls. ONNX Runtime
-sessions cannot be captured together with others: they are queued on the same stream one after the other, so that their
-launch overhead is hidden only where the kernels take longer than the launches.
+Every rival is timed by the same method, in alternation. The calls of a rival are captured into one CUDA graph that
+walks over several sets of buffers, together larger than twice the L2 cache, so that no call finds its data in the cache
+and no launch overhead is counted; the time of a call is the graph's, between two events, divided by its calls. ONNX
+Runtime sessions cannot be captured together with others: they are queued on the same stream one after the other, so
+that their launch overhead is hidden only where the kernels take longer than the launches.
 
 The result of our op is checked against float64 before it is timed.
 """
@@ -55,7 +55,7 @@ class Job:
         return " ".join(map(str, (self.name, *self.problem.values(), self.precision or self.dtype)))
 
 
-# --- Each op: its problems, inputs, float64 reference and rivals ---------------------------------------------------------
+# --- Each op: its problems, inputs, float64 reference and rivals ------------------------------------------------------
 
 
 def _all_types(name: str, problems: Sequence[dict[str, Any]]) -> list[Job]:
@@ -65,8 +65,21 @@ def _all_types(name: str, problems: Sequence[dict[str, Any]]) -> list[Job]:
 class Softmax:
     """Rows of every length class, from a warp to many blocks a row."""
 
-    SHAPES = ((16384, 128), (16384, 1024), (8192, 4096), (2048, 32768), (64, 131072), (1, 1048576), (16384, 1000), (16384, 1536),
-              (8192, 3000), (8192, 5000), (2048, 12345), (512, 50257), (128, 151936))
+    SHAPES = (
+        (16384, 128),
+        (16384, 1024),
+        (8192, 4096),
+        (2048, 32768),
+        (64, 131072),
+        (1, 1048576),
+        (16384, 1000),
+        (16384, 1536),
+        (8192, 3000),
+        (8192, 5000),
+        (2048, 12345),
+        (512, 50257),
+        (128, 151936),
+    )
 
     @classmethod
     def jobs(cls) -> list[Job]:
@@ -96,7 +109,9 @@ class LayerNorm:
     @classmethod
     def jobs(cls) -> list[Job]:
         shapes = ((16384, 768), (16384, 4096), (4096, 12288))
-        return _all_types("layer_norm", [{"rows": r, "cols": c, **extra} for extra in ({}, {"residual": True}) for r, c in shapes])
+        return _all_types(
+            "layer_norm", [{"rows": r, "cols": c, **extra} for extra in ({}, {"residual": True}) for r, c in shapes]
+        )
 
     @staticmethod
     def inputs(job: Job, dtype: torch.dtype) -> Tensors:
@@ -128,7 +143,9 @@ class Gemm:
     """Square problems without an epilogue; the linear layers of BERT with one; thin and many small ones."""
 
     CUBES = (1024, 2048, 4096, 8192)
-    LAYERS = tuple((m, n, k) for m in (128, 1024, 4096, 16384) for n, k in ((768, 768), (2304, 768), (3072, 768), (768, 3072)))
+    LAYERS = tuple(
+        (m, n, k) for m in (128, 1024, 4096, 16384) for n, k in ((768, 768), (2304, 768), (3072, 768), (768, 3072))
+    )
     THIN = tuple((m, n, k) for m in (1, 4, 8, 16) for n, k in ((4096, 4096), (11008, 4096)))
 
     @classmethod
@@ -182,15 +199,31 @@ class Gemm:
 class Attention:
     """Long, short, causal and decoding problems; BNSH, as PyTorch's own kernels like it."""
 
-    SHAPES = ((4, 16, 2048, 128), (1, 16, 8192, 128), (4, 16, 2048, 64), (8, 12, 512, 64), (8, 12, 128, 64), (1, 12, 128, 64))
+    SHAPES = (
+        (4, 16, 2048, 128),
+        (1, 16, 8192, 128),
+        (4, 16, 2048, 64),
+        (8, 12, 512, 64),
+        (8, 12, 128, 64),
+        (1, 12, 128, 64),
+    )
     HEAD_DIMS = (32, 40, 72, 80, 96, 160, 192, 256)
     FLOAT32 = ((4, 16, 2048, 64), (4, 16, 2048, 128), (8, 12, 512, 64))
 
     @classmethod
     def jobs(cls) -> list[Job]:
         def problem(batch: int, heads: int, length: int, dim: int, causal: bool = False, **more: Any) -> dict[str, Any]:
-            return {"batch": batch, "heads": heads, "kv_heads": heads, "q_len": length, "kv_len": length, "head_dim": dim,
-                    "is_causal": causal, "mask": "none", **more}
+            return {
+                "batch": batch,
+                "heads": heads,
+                "kv_heads": heads,
+                "q_len": length,
+                "kv_len": length,
+                "head_dim": dim,
+                "is_causal": causal,
+                "mask": "none",
+                **more,
+            }
 
         problems = [problem(*s, causal) for s in cls.SHAPES for causal in (False, True)]
         problems.append(problem(32, 12, 77, 64, True))
@@ -198,13 +231,20 @@ class Attention:
         problems += [problem(4, 16, 2048, 128, mask=mask) for mask in ("padding", "bias")]
         problems += [problem(b, 32, 1, 128, kv_heads=8, kv_len=n) for b in (1, 16) for n in (1024, 8192, 131072)]
         jobs = [Job("attention", p, dtype) for p in problems for dtype in HALF_TYPES]
-        return jobs + [Job("attention", problem(*s), "float32", precision) for s in cls.FLOAT32 for precision in ("ieee", "tf32x3", "tf32")]
+        return jobs + [
+            Job("attention", problem(*s), "float32", precision)
+            for s in cls.FLOAT32
+            for precision in ("ieee", "tf32x3", "tf32")
+        ]
 
     @staticmethod
     def inputs(job: Job, dtype: torch.dtype) -> Tensors:
         p = job.problem
         q = torch.randn(p["batch"], p["heads"], p["q_len"], p["head_dim"], device="cuda", dtype=dtype)
-        k, v = (torch.randn(p["batch"], p["kv_heads"], p["kv_len"], p["head_dim"], device="cuda", dtype=dtype) for _ in range(2))
+        k, v = (
+            torch.randn(p["batch"], p["kv_heads"], p["kv_len"], p["head_dim"], device="cuda", dtype=dtype)
+            for _ in range(2)
+        )
         if p["mask"] == "padding":
             lengths = torch.linspace(p["kv_len"] // 2, p["kv_len"], p["batch"], device="cuda").long()
             return [q, k, v, (torch.arange(p["kv_len"], device="cuda") < lengths[:, None])[:, None, None, :]]
@@ -246,18 +286,23 @@ class Attention:
         def sdpa(backend: SDPBackend) -> Call:
             def run() -> object:
                 with sdpa_kernel(backend):
-                    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=job.problem["is_causal"], enable_gqa=grouped)
+                    return F.scaled_dot_product_attention(
+                        q, k, v, attn_mask=mask, is_causal=job.problem["is_causal"], enable_gqa=grouped
+                    )
 
             return run
 
-        backends = {"torch_flash": SDPBackend.FLASH_ATTENTION, "torch_cudnn": SDPBackend.CUDNN_ATTENTION,
-                    "torch_memeff": SDPBackend.EFFICIENT_ATTENTION}
+        backends = {
+            "torch_flash": SDPBackend.FLASH_ATTENTION,
+            "torch_cudnn": SDPBackend.CUDNN_ATTENTION,
+            "torch_memeff": SDPBackend.EFFICIENT_ATTENTION,
+        }
         return {name: sdpa(backend) for name, backend in backends.items()}
 
 
 OPS = {"softmax": Softmax, "gemm": Gemm, "attention": Attention, "layer_norm": LayerNorm}
 
-# --- Ours, and how everything is timed --------------------------------------------------------------------------------------
+# --- Ours, and how everything is timed --------------------------------------------------------------------------------
 
 
 def _device_tensor(tensor: torch.Tensor | None) -> native.DeviceTensor | None:
@@ -271,8 +316,15 @@ def _our_call(op: str, inputs: Tensors, attrs: dict[str, Any], out: torch.Tensor
     arguments, results = [_device_tensor(t) for t in inputs], [_device_tensor(out)]
     nbytes = native.workspace_bytes(op, arguments, results, attrs, device="cuda")
     workspace = torch.empty(max(nbytes, 1), dtype=torch.uint8, device="cuda")
-    return lambda: native.run(op, arguments, attrs, outputs=results, device="cuda", stream=torch.cuda.current_stream().cuda_stream,
-                              workspace=(workspace.data_ptr(), nbytes))
+    return lambda: native.run(
+        op,
+        arguments,
+        attrs,
+        outputs=results,
+        device="cuda",
+        stream=torch.cuda.current_stream().cuda_stream,
+        workspace=(workspace.data_ptr(), nbytes),
+    )
 
 
 class _Captured:
@@ -339,7 +391,9 @@ def _stock_session(job: Job, sets: Sequence[tuple[Tensors, torch.Tensor]], tf32:
         for i, (spec, t) in enumerate(zip(workload.spec.inputs, inputs)):
             if t is not None and i not in workload.constants:
                 binding.bind_input(spec.name, "cuda", 0, arrays[i].dtype.type, tuple(t.shape), t.data_ptr())
-        binding.bind_output(session.get_outputs()[0].name, "cuda", 0, arrays[0].dtype.type, tuple(out.shape), out.data_ptr())
+        binding.bind_output(
+            session.get_outputs()[0].name, "cuda", 0, arrays[0].dtype.type, tuple(out.shape), out.data_ptr()
+        )
         runs.append(lambda binding=binding: session.run_with_iobinding(binding, options))
     return _Queued(runs, stream)
 
@@ -378,7 +432,9 @@ def _measure(job: Job, min_seconds: float) -> Record:
         except RuntimeError:  # a backend of torch that does not take this problem
             torch.cuda.synchronize()
     if _has_stock_graph(job):
-        contenders["ort_tf32" if job.precision == "tf32" else "ort"] = _stock_session(job, sets, tf32=job.precision == "tf32")
+        contenders["ort_tf32" if job.precision == "tf32" else "ort"] = _stock_session(
+            job, sets, tf32=job.precision == "tf32"
+        )
 
     rounds = Rounds([[] for _ in contenders])
     order = list(enumerate(contenders.values()))
@@ -389,7 +445,9 @@ def _measure(job: Job, min_seconds: float) -> Record:
         order.reverse()
     measured = rounds.timing(0)
     variant = native.choose(op, [_device_tensor(t) for t in first], attrs, device="cuda")
-    record = Record(op, dict(job.problem), job.dtype, job.precision, variant, measured.median_us, measured.spread_us, error)
+    record = Record(
+        op, dict(job.problem), job.dtype, job.precision, variant, measured.median_us, measured.spread_us, error
+    )
     for i, name in enumerate(contenders):
         if i > 0:
             record.add_baseline(name, rounds.timing(i))
@@ -405,17 +463,28 @@ def _ceilings() -> dict[str, float]:
     a, b = (torch.randn(n, n, device="cuda", dtype=torch.float16) for _ in range(2))
     out = torch.empty_like(a)
     product = min(_Captured([lambda: torch.matmul(a, b, out=out)]).seconds() for _ in range(5))
-    return {"copy_TB_per_s": round(2 * source.nbytes / copy / 1e12, 3), "fp16_TFLOP_per_s": round(2 * n**3 / product / 1e12, 1)}
+    return {
+        "copy_TB_per_s": round(2 * source.nbytes / copy / 1e12, 3),
+        "fp16_TFLOP_per_s": round(2 * n**3 / product / 1e12, 1),
+    }
 
 
-def run(names: Sequence[str], *, threads: int = 2, min_seconds: float = MIN_SECONDS, command: str = "",
-        progress: Callable[[str, float], None] = lambda what, fraction: None) -> tuple[dict[str, Any], list[Record]]:
+def run(
+    names: Sequence[str],
+    *,
+    threads: int = 2,
+    min_seconds: float = MIN_SECONDS,
+    command: str = "",
+    progress: Callable[[str, float], None] = lambda what, fraction: None,
+) -> tuple[dict[str, Any], list[Record]]:
     """Measures every CUDA problem of the ops ``names`` and returns the environment and the records.
 
     ``min_seconds`` is the least time for each problem; ``threads`` only matters on the CPU.
     """
     if not torch.cuda.is_available() or not native.with_cuda:
-        raise OrtPluginsError("there is no GPU that both PyTorch and this build of ortplugins can use; `ortplugins doctor` says more")
+        raise OrtPluginsError(
+            "there is no GPU that both PyTorch and this build of ortplugins can use; `ortplugins doctor` says more"
+        )
     progress("measuring what the device can do", 0.0)
     ceilings = _ceilings()
     jobs = [job for name in names for job in OPS[name].jobs()]
@@ -424,5 +493,7 @@ def run(names: Sequence[str], *, threads: int = 2, min_seconds: float = MIN_SECO
         progress(job.label, i / len(jobs))
         records.append(_measure(job, min_seconds))
         torch.cuda.empty_cache()
-    facts = environment(torch.cuda.get_device_name(0), command, driver=driver_version(), torch=torch.__version__, ceilings=ceilings)
+    facts = environment(
+        torch.cuda.get_device_name(0), command, driver=driver_version(), torch=torch.__version__, ceilings=ceilings
+    )
     return facts, records

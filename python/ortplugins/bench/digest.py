@@ -1,7 +1,7 @@
 """The digest of the sources that end up in the kernel library: which code a benchmark record was made with.
 
-Only the standard library is imported, since the build runs this file to write the digest, and how the library was built,
-into the file build_info.json beside it.
+Only the standard library is imported, since the build runs this file to write the digest, and how the library was
+built, into the file build_info.json beside it.
 """
 
 from __future__ import annotations
@@ -51,7 +51,12 @@ def main() -> None:
     if args.build_info is None:
         print(digest)
         return
-    facts = {"kernel_digest": digest, "compiler": args.compiler, "cuda": args.cuda, "cuda_architectures": args.architectures}
+    facts = {
+        "kernel_digest": digest,
+        "compiler": args.compiler,
+        "cuda": args.cuda,
+        "cuda_architectures": args.architectures,
+    }
     text = json.dumps(facts, indent=1) + "\n"
     if not args.build_info.is_file() or args.build_info.read_text() != text:
         args.build_info.write_text(text)

@@ -1,7 +1,7 @@
 """What is benchmarked: for each op its problems, inputs, stock nodes and float64 reference.
 
-A problem is the ``shape`` of a record, for instance ``{"rows": 4096, "cols": 1024}``; everything else follows from it. The
-tables of problems are at the end.
+A problem is the ``shape`` of a record, for instance ``{"rows": 4096, "cols": 1024}``; everything else follows from it.
+The tables of problems are at the end.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ Arrays = list[np.ndarray | None]
 class Workload:
     """How to benchmark one op.
 
-    ``inputs(problem, rng)`` are float32 inputs in the order of the specification, ``attrs(problem)`` the node's attributes,
-    ``stock(problem, inputs)`` a model of standard nodes for the same, and ``reference(problem, inputs)`` the result in
-    float64. ``constants`` are inputs that are weights. ``error_scale(problem, inputs)`` is what errors are divided by.
-    ``flops`` and ``bytes`` (for elements of ``size`` bytes) are the least work a problem takes.
+    ``inputs(problem, rng)`` are float32 inputs in the order of the specification, ``attrs(problem)`` the node's
+    attributes, ``stock(problem, inputs)`` a model of standard nodes for the same, and ``reference(problem, inputs)``
+    the result in float64. ``constants`` are inputs that are weights. ``error_scale(problem, inputs)`` is what errors
+    are divided by. ``flops`` and ``bytes`` (for elements of ``size`` bytes) are the least work a problem takes.
     """
 
     spec: OpSpec
@@ -49,7 +49,11 @@ class Workload:
 
     def feeds(self, inputs: Arrays) -> dict[str, np.ndarray]:
         """The inputs that are not weights, by name."""
-        return {t.name: v for i, (t, v) in enumerate(zip(self.spec.inputs, inputs)) if v is not None and i not in self.constants}
+        return {
+            t.name: v
+            for i, (t, v) in enumerate(zip(self.spec.inputs, inputs))
+            if v is not None and i not in self.constants
+        }
 
     def error(self, problem: Problem, inputs: Arrays, result: np.ndarray) -> float:
         """Largest error of ``result`` against float64; NaN if there is one."""
@@ -75,7 +79,10 @@ def _softmax_reference(p: Problem, inputs: Arrays) -> np.ndarray:
 
 
 SOFTMAX = Workload(
-    FUSED_SOFTMAX, _softmax_inputs, _softmax_stock, _softmax_reference,
+    FUSED_SOFTMAX,
+    _softmax_inputs,
+    _softmax_stock,
+    _softmax_reference,
     flops=lambda p: 5.0 * p["rows"] * p["cols"],
     bytes=lambda p, size: 2.0 * size * p["rows"] * p["cols"],
     cpu=[{"rows": r, "cols": c} for r, c in ((4096, 128), (4096, 1024), (1024, 4096), (64, 131072))],
@@ -84,7 +91,11 @@ SOFTMAX = Workload(
 
 def _gemm_inputs(p: Problem, rng: np.random.Generator) -> Arrays:
     b = rng.standard_normal((p["k"], p["n"]), np.float32) / math.sqrt(p["k"])
-    return [rng.standard_normal((p["m"], p["k"]), np.float32), b.astype(np.float32), rng.standard_normal(p["n"], np.float32)]
+    return [
+        rng.standard_normal((p["m"], p["k"]), np.float32),
+        b.astype(np.float32),
+        rng.standard_normal(p["n"], np.float32),
+    ]
 
 
 def _gemm_stock(p: Problem, inputs: Arrays) -> onnx.ModelProto:
@@ -98,7 +109,10 @@ def _gemm_stock(p: Problem, inputs: Arrays) -> onnx.ModelProto:
         helper.make_node("Mul", ["t", "shifted"], ["twice"]),
         helper.make_node("Mul", ["twice", "half"], ["y"]),
     ]
-    scalars = {name: np.asarray(value, inputs[0].dtype) for name, value in (("sqrt2", math.sqrt(2)), ("one", 1.0), ("half", 0.5))}
+    scalars = {
+        name: np.asarray(value, inputs[0].dtype)
+        for name, value in (("sqrt2", math.sqrt(2)), ("one", 1.0), ("half", 0.5))
+    }
     return graph(nodes, dict(zip("a b bias".split(), inputs)), "y", constants=["b", "bias"], extra=scalars)
 
 
@@ -109,7 +123,10 @@ def _gemm_reference(p: Problem, inputs: Arrays) -> np.ndarray:
 
 
 GEMM = Workload(
-    FUSED_GEMM, _gemm_inputs, _gemm_stock, _gemm_reference,
+    FUSED_GEMM,
+    _gemm_inputs,
+    _gemm_stock,
+    _gemm_reference,
     flops=lambda p: 2.0 * p["m"] * p["n"] * p["k"],
     bytes=lambda p, size: float(size) * (p["m"] * p["k"] + p["k"] * p["n"] + p["m"] * p["n"] + p["n"]),
     attrs=lambda p: {"activation": "gelu"},
@@ -149,14 +166,29 @@ def _attention_reference(p: Problem, inputs: Arrays) -> np.ndarray:
 
 
 def _self_attention(batch: int, heads: int, length: int, head_dim: int) -> dict[str, Any]:
-    return {"batch": batch, "heads": heads, "kv_heads": heads, "q_len": length, "kv_len": length, "head_dim": head_dim,
-            "is_causal": False, "mask": "none"}
+    return {
+        "batch": batch,
+        "heads": heads,
+        "kv_heads": heads,
+        "q_len": length,
+        "kv_len": length,
+        "head_dim": head_dim,
+        "is_causal": False,
+        "mask": "none",
+    }
 
 
 ATTENTION = Workload(
-    FUSED_ATTENTION, _attention_inputs, _attention_stock, _attention_reference,
-    flops=lambda p: (2.0 if p["is_causal"] else 4.0) * p["batch"] * p["heads"] * p["q_len"] * p["kv_len"] * p["head_dim"],
-    bytes=lambda p, size: 2.0 * size * p["batch"] * p["head_dim"] * (p["heads"] * p["q_len"] + p["kv_heads"] * p["kv_len"]),
+    FUSED_ATTENTION,
+    _attention_inputs,
+    _attention_stock,
+    _attention_reference,
+    flops=lambda p: (
+        (2.0 if p["is_causal"] else 4.0) * p["batch"] * p["heads"] * p["q_len"] * p["kv_len"] * p["head_dim"]
+    ),
+    bytes=lambda p, size: (
+        2.0 * size * p["batch"] * p["head_dim"] * (p["heads"] * p["q_len"] + p["kv_heads"] * p["kv_len"])
+    ),
     attrs=lambda p: {"layout": "BNSH"},
     cpu=[_self_attention(*s) for s in ((8, 12, 128, 32), (1, 12, 512, 64), (1, 12, 2048, 64))],
 )
@@ -186,12 +218,18 @@ def _layer_norm_reference(p: Problem, inputs: Arrays) -> np.ndarray:
 
 
 LAYER_NORM = Workload(
-    FUSED_LAYER_NORM, _layer_norm_inputs, _layer_norm_stock, _layer_norm_reference,
+    FUSED_LAYER_NORM,
+    _layer_norm_inputs,
+    _layer_norm_stock,
+    _layer_norm_reference,
     flops=lambda p: 8.0 * p["rows"] * p["cols"],
     bytes=lambda p, size: (3.0 if p.get("residual") else 2.0) * size * p["rows"] * p["cols"],
     constants=(2, 3),
-    cpu=[{"rows": r, "cols": c, **extra}
-         for extra in ({}, {"residual": True}) for r, c in ((128, 384), (1024, 768), (4096, 768))],
+    cpu=[
+        {"rows": r, "cols": c, **extra}
+        for extra in ({}, {"residual": True})
+        for r, c in ((128, 384), (1024, 768), (4096, 768))
+    ],
 )
 
 WORKLOADS: dict[str, Workload] = {w.spec.kernel: w for w in (SOFTMAX, GEMM, ATTENTION, LAYER_NORM)}
