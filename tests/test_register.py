@@ -18,6 +18,7 @@ from onnx import helper
 import ortplugins
 from ort_models import fused_node, make_model, value_info
 from ort_versions import OLDEST, TOO_OLD, run_python, site_of
+from ortplugins import ops
 from ortplugins.errors import LibraryNotFoundError, OrtPluginsError, RuntimeMismatchError
 from ortplugins.session import check_domain, make_session
 
