@@ -17,7 +17,7 @@ Rounding = Callable[[np.ndarray], np.ndarray]
 
 @dataclass(frozen=True)
 class Arithmetic:
-    """``dtype``: type of sums; ``rounded``: applied to every result; ``operand``: applied to the factors of products."""
+    """``dtype``: type of sums. ``rounded`` is applied to every result, ``operand`` to the factors of products."""
 
     dtype: np.dtype
     rounded: Rounding = lambda x: x

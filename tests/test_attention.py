@@ -30,7 +30,7 @@ PRECISION_CASES = ("bert", "long", "decode_long", "d257_std8", "d64_std8", "d80_
 
 @dataclass(frozen=True)
 class Case:
-    """Shapes and attributes of one problem. ``mask`` is a shape, ``mask_kind`` how it is filled; ``spoil`` edits the inputs."""
+    """One problem. ``mask`` is a shape, ``mask_kind`` how it is filled; ``spoil`` edits the inputs."""
 
     name: str
     b: int = 1
@@ -374,7 +374,7 @@ def halve_heads(inputs: Inputs, *indices: int) -> None:
         inputs[i] = inputs[i][:, ::2].copy()
 
 
-# --- What the op refuses ------------------------------------------------------------------------------------------------
+# --- What the op refuses ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -397,7 +397,7 @@ def test_refuses(change: dict[str, Any], message: str) -> None:
         native.run(OP, inputs, case.attributes())
 
 
-# --- ONNX's own test data for Attention ---------------------------------------------------------------------------------
+# --- ONNX's own test data for Attention -------------------------------------------------------------------------------
 
 _ONNX_ATTRIBUTES = {
     "q_num_heads": "num_heads", "kv_num_heads": "kv_num_heads", "scale": "scale", "is_causal": "is_causal", "softcap": "softcap",

@@ -1,11 +1,13 @@
-// FusedAttention on the CPU: q k^T, softmax and p v in one pass over the keys, with the online softmax, so that no score
-// matrix exists. Two kernels, chosen by the number of query rows that share a key-value head (the queries of all heads of
-// its group):
+// FusedAttention on the CPU: q k^T, softmax and p v in one pass over the keys, with the online softmax, so that no
+// score matrix exists. Two kernels, chosen by the number of query rows that share a key-value head (the queries of all
+// heads of its group):
 //
 // - The tile kernel keeps query rows in vector lanes. Per block of keys it computes S^T = K Q^T, the softmax down the
-//   columns of S^T, and O^T += V^T P^T. Keys and values enter as broadcast scalars, so they are read as they lie, head
-//   dimensions need no padding, and maxima and sums over keys cross no lanes. Only q and y are transposed, once.
-// - The row kernel serves a few query rows, which would leave lanes empty (decoding). It keeps head_dim in the lanes and
+//   columns of S^T, and O^T += V^T P^T. Keys and values enter as broadcast scalars: a block of them is copied
+//   (converted, and brought together from rows that lie a token apart) but not transposed, head dimensions need no
+//   padding to vectors, and maxima and sums over keys cross no lanes. Only q and y are transposed, once.
+// - The row kernel serves a few query rows, which would leave lanes empty (decoding). It keeps head_dim in the lanes
+// and
 //   reads every key and value once for up to four rows.
 //
 // A task is a range of rows of one (sequence, key-value head); with fewer tasks than threads may wait for, the keys are
@@ -38,14 +40,14 @@ using simd::kWidth;
 constexpr int kTileM = kWidth == 16 ? 8 : 4;
 constexpr int kTileVecs = kWidth == 4 ? 2 : 3;
 constexpr int kBlockRows = kTileVecs * kWidth;
-constexpr int kBlockKeys = 96;        // sP of 18 KiB shares the first-level cache with the columns of sV in use
-constexpr int kTaskBlocks = 4;        // row blocks that share one copy of a key block: it costs 1/60 of the products
-constexpr int64_t kTaskFloats = 64 * 1024;  // sQ and sO of a task stay within half of a 512 KiB second-level cache
-constexpr int kFewRows = kWidth / 2;  // up to here the row kernel is faster
+constexpr int kBlockKeys = 96;              // sP of 18 KiB leaves room in 32 KiB for the columns of sV in use
+constexpr int kTaskBlocks = 8;              // row blocks that share one copy of a block of keys
+constexpr int64_t kTaskFloats = 64 * 1024;  // sQ and sO of a task: 256 KiB, half of a small second-level cache
+constexpr int kFewRows = kWidth / 2;        // up to here the row kernel is faster
 constexpr int kRowBlockKeys = 256;
-constexpr int64_t kMinTasks = 16;      // below this, tasks are made smaller
+constexpr int64_t kMinTasks = 16;  // below this, tasks are made smaller, then keys are split
 constexpr int64_t kMinSplitKeys = 256;
-constexpr int64_t kAlign = 64;  // floats between parts of the workspace, at least: no two share a cache line
+constexpr int64_t kAlign = 64;  // floats; parts of the workspace share no cache line
 
 constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 constexpr int64_t round_up(int64_t a, int64_t b) { return ceil_div(a, b) * b; }
@@ -57,7 +59,8 @@ struct Plan {
   int64_t group = 1;  // query heads per key-value head
   int64_t rows = 0;   // rows of a key-value head: row r is query r / group of head r % group of the group
   bool few_rows = false;
-  int64_t blocks = 1;  // row blocks of a key-value head; block i has vectors [i * vecs / blocks, (i + 1) * vecs / blocks)
+  int64_t blocks =
+      1;  // row blocks of a key-value head; block i has vectors [i * vecs / blocks, (i + 1) * vecs / blocks)
   int64_t vecs = 0;
   int64_t task_blocks = 1;
   int64_t row_tasks = 1;
@@ -101,6 +104,7 @@ Plan make_plan(const AttentionParams& p, const DeviceInfo& device) {
     plan.task_blocks = std::clamp<int64_t>(kTaskFloats / ((p.head_dim + plan.ldv) * kBlockRows), 1, kTaskBlocks);
     while (plan.task_blocks > 1 && plan.heads * ceil_div(plan.blocks, plan.task_blocks) < kMinTasks) --plan.task_blocks;
     plan.row_tasks = ceil_div(plan.blocks, plan.task_blocks);
+    plan.task_blocks = ceil_div(plan.blocks, plan.row_tasks);
     min_split_keys *= 2;
   }
   const int64_t base_tasks = plan.heads * plan.row_tasks;
@@ -143,7 +147,8 @@ Plan make_plan(const AttentionParams& p, const DeviceInfo& device) {
   return plan;
 }
 
-// --- What a task reads and writes --------------------------------------------------------------------------------------
+// --- What a task reads and writes
+// --------------------------------------------------------------------------------------
 
 // Rows [begin, end) of one key-value head against keys [first_key, last_key).
 struct Task {
@@ -161,36 +166,56 @@ struct KeyRows {
   const T* fresh;
   int64_t past_len, past_stride, fresh_stride;
 
-  const T* row(int64_t key) const { return key < past_len ? past + key * past_stride : fresh + (key - past_len) * fresh_stride; }
+  const T* row(int64_t key) const {
+    return key < past_len ? past + key * past_stride : fresh + (key - past_len) * fresh_stride;
+  }
   int64_t stride(int64_t key) const { return key < past_len ? past_stride : fresh_stride; }
 };
 
 template <class T>
 KeyRows<T> key_rows(const AttentionParams& p, const Task& t) {
   return {static_cast<const T*>(p.past_k) + t.head * p.past_len * p.head_dim,
-          static_cast<const T*>(p.k) + t.batch * p.k_strides.batch + t.kv_head * p.k_strides.head, p.past_len, p.head_dim, p.k_strides.seq};
+          static_cast<const T*>(p.k) + t.batch * p.k_strides.batch + t.kv_head * p.k_strides.head, p.past_len,
+          p.head_dim, p.k_strides.seq};
 }
 
 template <class T>
 KeyRows<T> value_rows(const AttentionParams& p, const Task& t) {
   return {static_cast<const T*>(p.past_v) + t.head * p.past_len * p.v_head_dim,
-          static_cast<const T*>(p.v) + t.batch * p.v_strides.batch + t.kv_head * p.v_strides.head, p.past_len, p.v_head_dim, p.v_strides.seq};
+          static_cast<const T*>(p.v) + t.batch * p.v_strides.batch + t.kv_head * p.v_strides.head, p.past_len,
+          p.v_head_dim, p.v_strides.seq};
 }
 
-int64_t row_offset(const AttentionStrides& strides, const Plan& plan, const Task& t, int64_t row) {
-  return t.batch * strides.batch + row / plan.group * strides.seq + (t.kv_head * plan.group + row % plan.group) * strides.head;
-}
+// Walks through the rows of a task without dividing for each.
+struct RowCursor {
+  const Plan& plan;
+  const Task& task;
+  int64_t query, member;
 
-int64_t mask_offset(const AttentionParams& p, const Plan& plan, const Task& t, int64_t row) {
-  return t.batch * p.mask_stride_batch + row / plan.group * p.mask_stride_seq +
-         (t.kv_head * plan.group + row % plan.group) * p.mask_stride_head;
-}
+  RowCursor(const Plan& plan, const Task& task, int64_t row)
+      : plan(plan), task(task), query(row / plan.group), member(row % plan.group) {}
+
+  void advance() {
+    if (++member == plan.group) {
+      member = 0;
+      ++query;
+    }
+  }
+  int64_t offset(const AttentionStrides& strides) const {
+    return task.batch * strides.batch + query * strides.seq + (task.kv_head * plan.group + member) * strides.head;
+  }
+  int64_t mask_offset(const AttentionParams& p) const {
+    return task.batch * p.mask_stride_batch + query * p.mask_stride_seq +
+           (task.kv_head * plan.group + member) * p.mask_stride_head;
+  }
+};
 
 // The mask at elements [offset, offset + n), n <= kWidth, as a bias; lanes from n on are zero (boolean: -inf).
 template <class T>
 ORTPLUGINS_SIMD Float load_bias(const AttentionParams& p, int64_t offset, int64_t n) {
   if (p.mask_dtype == DType::kBool) {
-    return simd::load_bool(static_cast<const bool*>(p.mask) + offset, n) ? simd::zero() : simd::broadcast(-simd::kInfinity);
+    return simd::load_bool(static_cast<const bool*>(p.mask) + offset, n) ? simd::zero()
+                                                                         : simd::broadcast(-simd::kInfinity);
   }
   const T* mask = static_cast<const T*>(p.mask) + offset;
   return n == kWidth ? simd::load(mask) : simd::load_tail(mask, n);
@@ -229,8 +254,8 @@ ORTPLUGINS_SIMD void load_transposed(int64_t columns, float* out, int64_t ld_out
   }
 }
 
-// Copies rows as float32; columns from `columns` to the end of the last vector are zeroed, and then overwritten by the next
-// row where they lie beyond `ld_out`. Returns whether every element is finite.
+// Copies rows as float32; columns from `columns` to the end of the last vector are zeroed, and then overwritten by the
+// next row where they lie beyond `ld_out`. Returns whether every element is finite.
 template <class T>
 bool copy_rows(const T* in, int64_t stride, int64_t rows, int64_t columns, float* out, int64_t ld_out) {
   Float zeros = simd::zero();  // NaN once 0 * infinity or 0 * NaN was added
@@ -250,11 +275,23 @@ bool copy_rows(const T* in, int64_t stride, int64_t rows, int64_t columns, float
   return !any(zeros != zeros);
 }
 
-// --- Tile kernel: a block of rows against a block of keys ---------------------------------------------------------------
+// Asks for rows ahead of `copy_rows`. Rows of one head lie a whole token apart, which hardware prefetchers do not
+// follow.
+template <class T>
+void prefetch_rows(const T* in, int64_t stride, int64_t rows, int64_t columns) {
+  constexpr int64_t kLine = 64 / sizeof(T);
+  for (int64_t r = 0; r < rows; ++r) {
+    for (int64_t c = 0; c < columns; c += kLine) __builtin_prefetch(in + r * stride + c, 0, 2);
+  }
+}
+
+// --- Tile kernel: a block of rows against a block of keys
+// ---------------------------------------------------------------
 
 // acc[i] += sum over k of a[i * a_row + k * a_k] * b[k], b[k] being kVecs vectors.
 template <int kVecs>
-ORTPLUGINS_SIMD void multiply_tile(int64_t depth, const float* a, int64_t a_row, int64_t a_k, const float* b, Float (&acc)[kTileM][kVecs]) {
+ORTPLUGINS_SIMD void multiply_tile(int64_t depth, const float* a, int64_t a_row, int64_t a_k, const float* b,
+                                   Float (&acc)[kTileM][kVecs]) {
   for (int64_t k = 0; k < depth; ++k) {
     Float row[kVecs];
     for (int v = 0; v < kVecs; ++v) row[v] = simd::load(b + v * kWidth);
@@ -268,14 +305,38 @@ ORTPLUGINS_SIMD void multiply_tile(int64_t depth, const float* a, int64_t a_row,
   }
 }
 
-// sP = sK sQ; keys is a multiple of kTileM.
+// sP = sK sQ for the keys, rounded up to whole tiles, and the running maximum over them.
 template <int kVecs>
-void score_block(int64_t keys, int64_t head_dim, const float* sK, const float* sQ, float* sP) {
+void score_block(int64_t keys, int64_t head_dim, const float* sK, const float* sQ, float* sP, Float (&max)[kVecs]) {
   for (int64_t j = 0; j < keys; j += kTileM) {
     Float acc[kTileM][kVecs] = {};
     multiply_tile<kVecs>(head_dim, sK + j * head_dim, head_dim, 1, sQ, acc);
+    float* s = sP + j * kVecs * kWidth;
     for (int i = 0; i < kTileM; ++i) {
-      for (int v = 0; v < kVecs; ++v) simd::store(sP + ((j + i) * kVecs + v) * kWidth, acc[i][v]);
+      for (int v = 0; v < kVecs; ++v) simd::store(s + (i * kVecs + v) * kWidth, acc[i][v]);
+    }
+    if (j + kTileM <= keys) {
+      for (int i = 0; i < kTileM; ++i) {
+        for (int v = 0; v < kVecs; ++v) max[v] = simd::max(acc[i][v], max[v]);
+      }
+    } else {
+      for (int64_t i = 0; i < keys - j; ++i) {
+        for (int v = 0; v < kVecs; ++v) max[v] = simd::max(simd::load(s + (i * kVecs + v) * kWidth), max[v]);
+      }
+    }
+  }
+}
+
+// sP[j] = f(j, v, sP[j]) for every vector v of key j, and the running maximum over the new scores.
+template <int kVecs, class F>
+ORTPLUGINS_SIMD void change_scores(int64_t keys, float* sP, const float* sMax, Float (&max)[kVecs], const F& f) {
+  for (int v = 0; v < kVecs; ++v) max[v] = simd::load(sMax + v * kWidth);
+  for (int64_t j = 0; j < keys; ++j) {
+    for (int v = 0; v < kVecs; ++v) {
+      float* s = sP + (j * kVecs + v) * kWidth;
+      const Float score = f(j, v, simd::load(s));
+      simd::store(s, score);
+      max[v] = simd::max(score, max[v]);
     }
   }
 }
@@ -297,7 +358,8 @@ void value_block(int64_t keys, int64_t ldv, const float* sV, const float* sP, co
 
 // The same for values that are not all finite: a key without weight adds nothing, instead of 0 * NaN.
 template <int kVecs>
-void value_block_guarded(int64_t keys, int64_t ldv, const float* sV, const float* sP, const Float (&alpha)[kVecs], float* sO) {
+void value_block_guarded(int64_t keys, int64_t ldv, const float* sV, const float* sP, const Float (&alpha)[kVecs],
+                         float* sO) {
   for (int64_t c = 0; c < ldv; ++c) {
     for (int v = 0; v < kVecs; ++v) {
       float* o = sO + (c * kVecs + v) * kWidth;
@@ -316,66 +378,14 @@ struct RowBlock {
   int64_t first_row = 0;
   int rows = 0;
   int vecs = 0;
-  int64_t first_key = 0, last_key = 0;            // keys that some row may see
-  int64_t first_common = 0, last_common = 0;      // keys that every row may see
+  int64_t first_key = 0, last_key = 0;        // keys that some row may see
+  int64_t first_common = 0, last_common = 0;  // keys that every row may see
 };
 
-// Turns sP from scores into weights exp(score - max), updates max and sum, and sets alpha, the factor on what was summed
-// before. first and last bound each row's keys, counted from the block's first; null: no bounds within the block.
-template <int kVecs>
-void softmax_block(int64_t keys, float softcap, const float* key_bias, const float* bias, const Float* first, const Float* last, float* sP,
-                   float* sMax, float* sSum, Float (&alpha)[kVecs]) {
-  constexpr int kRows = kVecs * kWidth;
-  if (softcap != 0.0F) {
-    for (int64_t i = 0; i < keys * kVecs; ++i) simd::store(sP + i * kWidth, cap(simd::load(sP + i * kWidth), softcap));
-  }
-  if (bias != nullptr) {
-    for (int64_t i = 0; i < keys * kVecs; ++i) {
-      simd::store(sP + i * kWidth, add_bias(simd::load(sP + i * kWidth), simd::load(bias + i * kWidth)));
-    }
-  }
-  if (key_bias != nullptr) {
-    for (int64_t j = 0; j < keys; ++j) {
-      const Float b = simd::broadcast(key_bias[j]);
-      for (int v = 0; v < kVecs; ++v) {
-        float* s = sP + j * kRows + v * kWidth;
-        simd::store(s, add_bias(simd::load(s), b));
-      }
-    }
-  }
-  if (first != nullptr) {
-    for (int64_t j = 0; j < keys; ++j) {
-      const Float key = simd::broadcast(static_cast<float>(j));
-      for (int v = 0; v < kVecs; ++v) {
-        float* s = sP + j * kRows + v * kWidth;
-        const Int visible = (key >= first[v]) & (key < last[v]);
-        simd::store(s, visible ? simd::load(s) : simd::broadcast(-simd::kInfinity));
-      }
-    }
-  }
-  Float max[kVecs], shift[kVecs], sum[kVecs] = {};
-  for (int v = 0; v < kVecs; ++v) max[v] = simd::load(sMax + v * kWidth);
-  for (int64_t j = 0; j < keys; ++j) {
-    for (int v = 0; v < kVecs; ++v) max[v] = simd::max(simd::load(sP + j * kRows + v * kWidth), max[v]);
-  }
-  for (int v = 0; v < kVecs; ++v) {
-    shift[v] = finite_max(max[v]);
-    alpha[v] = simd::exp_nonpositive(simd::load(sMax + v * kWidth) - shift[v]);
-    simd::store(sMax + v * kWidth, max[v]);
-  }
-  for (int64_t j = 0; j < keys; ++j) {
-    for (int v = 0; v < kVecs; ++v) {
-      float* s = sP + j * kRows + v * kWidth;
-      const Float weight = simd::exp_nonpositive(simd::load(s) - shift[v]);
-      simd::store(s, weight);
-      sum[v] += weight;
-    }
-  }
-  for (int v = 0; v < kVecs; ++v) simd::store(sSum + v * kWidth, simd::fma(simd::load(sSum + v * kWidth), alpha[v], sum[v]));
-}
-
+// What the blocks of rows share of a block of keys. first and last bound each row's keys, counted from the block's
+// first; null: no bounds within the block.
 struct BlockArgs {
-  int64_t keys, padded_keys, head_dim, ldv;
+  int64_t keys, head_dim, ldv;
   float softcap;
   bool finite_values;
   const float* sK;
@@ -386,11 +396,53 @@ struct BlockArgs {
   const Float* last;
 };
 
+// Turns sP from scores into weights exp(score - max), updates max and sum, and sets alpha, the factor on what was
+// summed before. `max` is the maximum over sMax and the scores.
+template <int kVecs>
+void softmax_block(const BlockArgs& a, Float (&max)[kVecs], float* sP, float* sMax, float* sSum,
+                   Float (&alpha)[kVecs]) {
+  if (a.softcap != 0.0F) {
+    change_scores<kVecs>(a.keys, sP, sMax, max, [&](int64_t, int, Float s) { return cap(s, a.softcap); });
+  }
+  if (a.bias != nullptr) {
+    change_scores<kVecs>(a.keys, sP, sMax, max, [&](int64_t j, int v, Float s) {
+      return add_bias(s, simd::load(a.bias + (j * kVecs + v) * kWidth));
+    });
+  }
+  if (a.key_bias != nullptr) {
+    change_scores<kVecs>(a.keys, sP, sMax, max,
+                         [&](int64_t j, int, Float s) { return add_bias(s, simd::broadcast(a.key_bias[j])); });
+  }
+  if (a.first != nullptr) {
+    change_scores<kVecs>(a.keys, sP, sMax, max, [&](int64_t j, int v, Float s) {
+      const Float key = simd::broadcast(static_cast<float>(j));
+      return (key >= a.first[v]) & (key < a.last[v]) ? s : simd::broadcast(-simd::kInfinity);
+    });
+  }
+  Float shift[kVecs], sum[kVecs] = {};
+  for (int v = 0; v < kVecs; ++v) {
+    shift[v] = finite_max(max[v]);
+    alpha[v] = simd::exp_nonpositive(simd::load(sMax + v * kWidth) - shift[v]);
+    simd::store(sMax + v * kWidth, max[v]);
+  }
+  for (int64_t j = 0; j < a.keys; ++j) {
+    for (int v = 0; v < kVecs; ++v) {
+      float* s = sP + (j * kVecs + v) * kWidth;
+      const Float weight = simd::exp_nonpositive(simd::load(s) - shift[v]);
+      simd::store(s, weight);
+      sum[v] += weight;
+    }
+  }
+  for (int v = 0; v < kVecs; ++v)
+    simd::store(sSum + v * kWidth, simd::fma(simd::load(sSum + v * kWidth), alpha[v], sum[v]));
+}
+
 template <int kVecs>
 void attend_block(const BlockArgs& a, const float* sQ, float* sP, float* sMax, float* sSum, float* sO) {
-  Float alpha[kVecs];
-  score_block<kVecs>(a.padded_keys, a.head_dim, a.sK, sQ, sP);
-  softmax_block<kVecs>(a.keys, a.softcap, a.key_bias, a.bias, a.first, a.last, sP, sMax, sSum, alpha);
+  Float max[kVecs], alpha[kVecs];
+  for (int v = 0; v < kVecs; ++v) max[v] = simd::load(sMax + v * kWidth);
+  score_block<kVecs>(a.keys, a.head_dim, a.sK, sQ, sP, max);
+  softmax_block<kVecs>(a, max, sP, sMax, sSum, alpha);
   if (a.finite_values) {
     value_block<kVecs>(a.keys, a.ldv, a.sV, sP, alpha, sO);
   } else {
@@ -411,17 +463,19 @@ void attend_block(int vecs, const BlockArgs& a, const float* sQ, float* sP, floa
 
 // Fills sBias (key, row) with the mask of a block; false if every element is -inf.
 template <class T>
-bool load_bias_block(const AttentionParams& p, const Plan& plan, const Task& t, const RowBlock& block, int64_t key, int64_t keys, float* sBias) {
+bool load_bias_block(const AttentionParams& p, const Plan& plan, const Task& t, const RowBlock& block, int64_t key,
+                     int64_t keys, float* sBias) {
   const int64_t ld = block.vecs * kWidth;
   Int unmasked = {};
   for (int v = 0; v < block.vecs; ++v) {
     int64_t offsets[kWidth];
+    RowCursor row(plan, t, block.first_row + v * kWidth);
     for (int r = 0; r < kWidth; ++r) {
-      offsets[r] = mask_offset(p, plan, t, block.first_row + std::min(v * kWidth + r, block.rows - 1));
+      offsets[r] = row.mask_offset(p);
+      if (v * kWidth + r + 1 < block.rows) row.advance();
     }
-    load_transposed(keys, sBias + v * kWidth, ld, simd::broadcast(1.0F), [&](int r, int64_t c, int64_t n) {
-      return load_bias_of_keys<T>(p, offsets[r], key + c, n);
-    });
+    load_transposed(keys, sBias + v * kWidth, ld, simd::broadcast(1.0F),
+                    [&](int r, int64_t c, int64_t n) { return load_bias_of_keys<T>(p, offsets[r], key + c, n); });
     for (int64_t j = 0; j < keys; ++j) unmasked |= ~(simd::load(sBias + j * ld + v * kWidth) == -simd::kInfinity);
   }
   return any(unmasked);
@@ -430,7 +484,7 @@ bool load_bias_block(const AttentionParams& p, const Plan& plan, const Task& t, 
 // Fills sBias (key) with the mask that all rows of the task share; false if every element is -inf.
 template <class T>
 bool load_key_bias(const AttentionParams& p, const Plan& plan, const Task& t, int64_t key, int64_t keys, float* sBias) {
-  const int64_t offset = mask_offset(p, plan, t, t.begin);
+  const int64_t offset = RowCursor(plan, t, t.begin).mask_offset(p);
   Int unmasked = {};
   for (int64_t j = 0; j < keys; j += kWidth) {
     const int64_t n = std::min<int64_t>(kWidth, keys - j);
@@ -443,7 +497,8 @@ bool load_key_bias(const AttentionParams& p, const Plan& plan, const Task& t, in
 
 // Writes one vector of rows of sO, times `factor`, or zeros where `empty`.
 template <class Out>
-void store_rows(const float* sO, int64_t ld, int64_t ldv, int64_t columns, Float factor, Int empty, Out* const* rows, int count) {
+void store_rows(const float* sO, int64_t ld, int64_t ldv, int64_t columns, Float factor, Int empty, Out* const* rows,
+                int count) {
   for (int64_t c = 0; c < columns; c += kWidth) {
     Float tile[kWidth];
     for (int i = 0; i < kWidth; ++i) {
@@ -484,54 +539,72 @@ void run_tile_task(const AttentionParams& p, const Plan& plan, const Task& t, fl
     block.rows = static_cast<int>(std::min<int64_t>(block.vecs * kWidth, plan.rows - block.first_row));
     block.first_key = block.last_common = t.last_key;
     block.last_key = block.first_common = t.first_key;
-    const int64_t ld = block.vecs * kWidth;
-    for (int r = 0; r < ld; ++r) {
-      int64_t first, last;
-      p.key_range(t.batch, (block.first_row + std::min(r, block.rows - 1)) / plan.group, &first, &last);
+    RowCursor row(plan, t, block.first_row);
+    int64_t first = 0, last = 0, known_query = -1;
+    for (int r = 0; r < block.vecs * kWidth; ++r) {
+      if (row.query != known_query) {
+        known_query = row.query;
+        p.key_range(t.batch, row.query, &first, &last);
+        if (first < last) {
+          block.first_key = std::min(block.first_key, first);
+          block.last_key = std::max(block.last_key, last);
+        }
+        block.first_common = std::max(block.first_common, first);
+        block.last_common = std::min(block.last_common, last);
+      }
       first_keys[i * kBlockRows + r] = first;
       last_keys[i * kBlockRows + r] = last;
-      if (first < last) {
-        block.first_key = std::min(block.first_key, first);
-        block.last_key = std::max(block.last_key, last);
-      }
-      block.first_common = std::max(block.first_common, first);
-      block.last_common = std::min(block.last_common, last);
+      if (r + 1 < block.rows) row.advance();
     }
-    block.first_key = std::max(block.first_key, t.first_key);
-    first_key = std::min(first_key, block.first_key);
+    first_key = std::min(first_key, std::max(block.first_key, t.first_key));
     last_key = std::max(last_key, std::min(block.last_key, t.last_key));
+  }
+  const KeyRows<T> k_rows = key_rows<T>(p, t);
+  const KeyRows<T> v_rows = value_rows<T>(p, t);
+  const auto block_end = [&](int64_t key) {  // no block spans the border between the past and the new keys
+    return std::min(key + kBlockKeys, key < p.past_len ? std::min(p.past_len, last_key) : last_key);
+  };
+  const auto prefetch_block = [&](int64_t key) {
+    if (key >= last_key) return;
+    prefetch_rows(k_rows.row(key), k_rows.stride(key), block_end(key) - key, p.head_dim);
+    prefetch_rows(v_rows.row(key), v_rows.stride(key), block_end(key) - key, p.v_head_dim);
+  };
+  prefetch_block(first_key);
+  for (int64_t i = 0; i < t.blocks; ++i) {
+    const RowBlock& block = blocks[i];
+    RowCursor row(plan, t, block.first_row);
     for (int v = 0; v < block.vecs; ++v) {
       const T* rows[kWidth];
       for (int r = 0; r < kWidth; ++r) {
-        const int64_t row = block.first_row + std::min(v * kWidth + r, block.rows - 1);
-        rows[r] = static_cast<const T*>(p.q) + row_offset(p.q_strides, plan, t, row);
+        rows[r] = static_cast<const T*>(p.q) + row.offset(p.q_strides);
+        if (v * kWidth + r + 1 < block.rows) row.advance();
       }
-      load_transposed(p.head_dim, sQ + i * kBlockRows * p.head_dim + v * kWidth, ld, simd::broadcast(p.scale), [&](int r, int64_t c, int64_t n) {
-        return n == kWidth ? simd::load(rows[r] + c) : simd::load_tail(rows[r] + c, n);
-      });
+      load_transposed(p.head_dim, sQ + i * kBlockRows * p.head_dim + v * kWidth, block.vecs * kWidth,
+                      simd::broadcast(p.scale), [&](int r, int64_t c, int64_t n) {
+                        return n == kWidth ? simd::load(rows[r] + c) : simd::load_tail(rows[r] + c, n);
+                      });
     }
   }
   std::memset(sO, 0, t.blocks * kBlockRows * plan.ldv * sizeof(float));
   std::fill_n(sMax, t.blocks * kBlockRows, -simd::kInfinity);
   std::fill_n(sSum, t.blocks * kBlockRows, 0.0F);
 
-  // Mainloop over blocks of keys; none spans the border between the past and the new keys.
-  const KeyRows<T> k_rows = key_rows<T>(p, t);
-  const KeyRows<T> v_rows = value_rows<T>(p, t);
-  int64_t keys = 0;
-  for (int64_t key = first_key; key < last_key; key += keys) {
-    keys = std::min<int64_t>(kBlockKeys, (key < p.past_len ? std::min(p.past_len, last_key) : last_key) - key);
+  // Mainloop over blocks of keys
+  int64_t end = 0;
+  for (int64_t key = first_key; key < last_key; key = end) {
+    end = block_end(key);
+    const int64_t keys = end - key;
     if (plan.mask == MaskKind::kPerKey && !load_key_bias<T>(p, plan, t, key, keys, sBias)) continue;
     copy_rows(k_rows.row(key), k_rows.stride(key), keys, p.head_dim, sK, p.head_dim);
-    const int64_t padded_keys = round_up(keys, kTileM);
-    std::memset(sK + keys * p.head_dim, 0, (padded_keys - keys) * p.head_dim * sizeof(float));
+    std::memset(sK + keys * p.head_dim, 0, (round_up(keys, kTileM) - keys) * p.head_dim * sizeof(float));
     const bool finite = copy_rows(v_rows.row(key), v_rows.stride(key), keys, p.v_head_dim, sV, plan.ldv);
+    prefetch_block(end);
     for (int64_t i = 0; i < t.blocks; ++i) {
       const RowBlock& block = blocks[i];
-      if (key >= block.last_key || key + keys <= block.first_key) continue;
+      if (key >= block.last_key || end <= block.first_key) continue;
       if (plan.mask == MaskKind::kPerRow && !load_bias_block<T>(p, plan, t, block, key, keys, sBias)) continue;
       Float first[kTileVecs], last[kTileVecs];
-      const bool bounded = key < block.first_common || key + keys > block.last_common;
+      const bool bounded = key < block.first_common || end > block.last_common;
       if (bounded) {
         float bounds[2][kBlockRows];
         for (int r = 0; r < block.vecs * kWidth; ++r) {
@@ -543,8 +616,17 @@ void run_tile_task(const AttentionParams& p, const Plan& plan, const Task& t, fl
           last[v] = simd::load(bounds[1] + v * kWidth);
         }
       }
-      const BlockArgs args{keys, padded_keys, p.head_dim, plan.ldv, p.softcap, finite, sK, sV, plan.mask == MaskKind::kPerKey ? sBias : nullptr,
-                           plan.mask == MaskKind::kPerRow ? sBias : nullptr, bounded ? first : nullptr, bounded ? last : nullptr};
+      const BlockArgs args{keys,
+                           p.head_dim,
+                           plan.ldv,
+                           p.softcap,
+                           finite,
+                           sK,
+                           sV,
+                           plan.mask == MaskKind::kPerKey ? sBias : nullptr,
+                           plan.mask == MaskKind::kPerRow ? sBias : nullptr,
+                           bounded ? first : nullptr,
+                           bounded ? last : nullptr};
       attend_block(block.vecs, args, sQ + i * kBlockRows * p.head_dim, sP, sMax + i * kBlockRows, sSum + i * kBlockRows,
                    sO + i * kBlockRows * plan.ldv);
     }
@@ -556,6 +638,7 @@ void run_tile_task(const AttentionParams& p, const Plan& plan, const Task& t, fl
     const RowBlock& block = blocks[i];
     const int64_t ld = block.vecs * kWidth;
     const float* block_o = sO + i * kBlockRows * plan.ldv;
+    RowCursor cursor(plan, t, block.first_row);
     for (int v = 0; v < block.vecs; ++v) {
       const int64_t row = block.first_row + v * kWidth;
       const int count = static_cast<int>(std::min<int64_t>(kWidth, block.first_row + block.rows - row));
@@ -568,14 +651,15 @@ void run_tile_task(const AttentionParams& p, const Plan& plan, const Task& t, fl
         simd::store_tail(workspace + plan.part_sum + part + row, sum, count);
       } else {
         T* rows[kWidth];
-        for (int r = 0; r < count; ++r) rows[r] = static_cast<T*>(p.y) + row_offset(p.y_strides, plan, t, row + r);
+        for (int r = 0; r < count; ++r, cursor.advance()) rows[r] = static_cast<T*>(p.y) + cursor.offset(p.y_strides);
         store_rows(block_o + v * kWidth, ld, plan.ldv, p.v_head_dim, 1.0F / sum, sum == 0.0F, rows, count);
       }
     }
   }
 }
 
-// --- Row kernel: a few rows, head_dim in the lanes ----------------------------------------------------------------------
+// --- Row kernel: a few rows, head_dim in the lanes
+// ----------------------------------------------------------------------
 
 // Sums of each of kWidth vectors, one to a lane.
 ORTPLUGINS_SIMD Float sum_each(Float (&v)[kWidth]) {
@@ -599,7 +683,8 @@ void score_rows(int64_t keys, int64_t head_dim, const T* k, int64_t stride, cons
 #pragma GCC unroll 16
       for (int u = 0; u < kKeys; ++u) {
         const Float x = load_key(rows[u] + d);
-        for (int r = 0; r < kRows; ++r) acc[r * kKeys + u] = simd::fma(x, simd::load(q + r * ldq + d), acc[r * kKeys + u]);
+        for (int r = 0; r < kRows; ++r)
+          acc[r * kKeys + u] = simd::fma(x, simd::load(q + r * ldq + d), acc[r * kKeys + u]);
       }
     };
     int64_t d = 0;
@@ -613,15 +698,16 @@ void score_rows(int64_t keys, int64_t head_dim, const T* k, int64_t stride, cons
 
 // Scores of one row to weights; returns alpha. `zeros` becomes true if a key has no weight.
 template <class T>
-float softmax_row(const AttentionParams& p, int64_t mask_offset, int64_t key, int64_t keys, int64_t first, int64_t last, float* s, float* max,
-                  float* sum, bool* zeros) {
+float softmax_row(const AttentionParams& p, int64_t mask_offset, int64_t key, int64_t keys, int64_t first, int64_t last,
+                  float* s, float* max, float* sum, bool* zeros) {
   Float row_max = simd::broadcast(-simd::kInfinity);
   for (int64_t j = 0; j < keys; j += kWidth) {
     const int64_t n = std::min<int64_t>(kWidth, keys - j);
     Float score = simd::load(s + j);
     if (p.softcap != 0.0F) score = cap(score, p.softcap);
     if (p.mask_dtype != DType::kNone) score = add_bias(score, load_bias_of_keys<T>(p, mask_offset, key + j, n));
-    const Int visible = ~simd::lane_mask(std::clamp<int64_t>(first - key - j, 0, kWidth)) & simd::lane_mask(std::clamp<int64_t>(last - key - j, 0, n));
+    const Int visible = ~simd::lane_mask(std::clamp<int64_t>(first - key - j, 0, kWidth)) &
+                        simd::lane_mask(std::clamp<int64_t>(last - key - j, 0, n));
     score = visible ? score : simd::broadcast(-simd::kInfinity);
     row_max = simd::max(score, row_max);
     simd::store(s + j, score);
@@ -643,10 +729,11 @@ float softmax_row(const AttentionParams& p, int64_t mask_offset, int64_t key, in
   return alpha;
 }
 
-// kVecs vectors of columns of kRows rows: sO = sO * alpha + p v; n: columns of the last vector. With `zeros`, keys without
-// weight are passed over, so that their values may be anything.
+// kVecs vectors of columns of kRows rows: sO = sO * alpha + p v; n: columns of the last vector. With `zeros`, keys
+// without weight are passed over, so that their values may be anything.
 template <int kRows, int kVecs, class T>
-void value_columns(int64_t keys, const T* v, int64_t stride, const float* sS, const float* alpha, bool zeros, int64_t n, float* sO, int64_t ldo) {
+void value_columns(int64_t keys, const T* v, int64_t stride, const float* sS, const float* alpha, bool zeros, int64_t n,
+                   float* sO, int64_t ldo) {
   Float acc[kRows][kVecs];
   for (int r = 0; r < kRows; ++r) {
     for (int c = 0; c < kVecs; ++c) acc[r][c] = alpha[r] * simd::load(sO + r * ldo + c * kWidth);
@@ -668,8 +755,8 @@ void value_columns(int64_t keys, const T* v, int64_t stride, const float* sS, co
 }
 
 template <int kRows, class T>
-void value_rows_block(int64_t keys, int64_t columns, const T* v, int64_t stride, const float* sS, const float* alpha, bool zeros, float* sO,
-                      int64_t ldo) {
+void value_rows_block(int64_t keys, int64_t columns, const T* v, int64_t stride, const float* sS, const float* alpha,
+                      bool zeros, float* sO, int64_t ldo) {
   constexpr int kVecs = kWidth == 16 ? 4 : 2;
   int64_t c = 0;
   for (; c + kVecs * kWidth <= columns; c += kVecs * kWidth) {
@@ -703,11 +790,12 @@ void run_row_task(const AttentionParams& p, const Plan& plan, const Task& t, flo
   int64_t first_keys[kFewRows], last_keys[kFewRows];
   int64_t first_key = t.last_key, last_key = t.first_key;
   for (int64_t r = 0; r < rows; ++r) {
-    const T* q = static_cast<const T*>(p.q) + row_offset(p.q_strides, plan, t, r);
+    const RowCursor row(plan, t, r);
+    const T* q = static_cast<const T*>(p.q) + row.offset(p.q_strides);
     for (int64_t d = 0; d < p.head_dim; d += kWidth) {
       simd::store(sQ + r * ldq + d, simd::load_tail(q + d, std::min<int64_t>(kWidth, p.head_dim - d)) * p.scale);
     }
-    p.key_range(t.batch, r / plan.group, &first_keys[r], &last_keys[r]);
+    p.key_range(t.batch, row.query, &first_keys[r], &last_keys[r]);
     if (first_keys[r] < last_keys[r]) {
       first_key = std::min(first_key, first_keys[r]);
       last_key = std::max(last_key, last_keys[r]);
@@ -733,11 +821,12 @@ void run_row_task(const AttentionParams& p, const Plan& plan, const Task& t, flo
     float alpha[kFewRows];
     bool zeros = false;
     for (int64_t r = 0; r < rows; ++r) {
-      alpha[r] = softmax_row<T>(p, mask_offset(p, plan, t, r), key, keys, first_keys[r], last_keys[r], sS + r * kRowBlockKeys, sMax + r, sSum + r,
-                                &zeros);
+      alpha[r] = softmax_row<T>(p, RowCursor(plan, t, r).mask_offset(p), key, keys, first_keys[r], last_keys[r],
+                                sS + r * kRowBlockKeys, sMax + r, sSum + r, &zeros);
     }
     for_row_groups(rows, [&]<int kRows>(int64_t r) {
-      value_rows_block<kRows>(keys, p.v_head_dim, v, v_rows.stride(key), sS + r * kRowBlockKeys, alpha + r, zeros, sO + r * plan.ldv, plan.ldv);
+      value_rows_block<kRows>(keys, p.v_head_dim, v, v_rows.stride(key), sS + r * kRowBlockKeys, alpha + r, zeros,
+                              sO + r * plan.ldv, plan.ldv);
     });
   }
 
@@ -751,7 +840,7 @@ void run_row_task(const AttentionParams& p, const Plan& plan, const Task& t, flo
       workspace[plan.part_sum + part + r] = sSum[r];
       continue;
     }
-    T* y = static_cast<T*>(p.y) + row_offset(p.y_strides, plan, t, r);
+    T* y = static_cast<T*>(p.y) + RowCursor(plan, t, r).offset(p.y_strides);
     for (int64_t c = 0; c < p.v_head_dim; c += kWidth) {
       const Float x = sSum[r] == 0.0F ? simd::zero() : simd::load(o + c) / sSum[r];
       simd::store_tail(y + c, x, std::min<int64_t>(kWidth, p.v_head_dim - c));
@@ -767,8 +856,15 @@ void combine_row(const AttentionParams& p, const Plan& plan, const float* worksp
   const float* maxima = workspace + plan.part_max + head * plan.splits * plan.rows + row;
   const float* sums = workspace + plan.part_sum + head * plan.splits * plan.rows + row;
   const float* parts = workspace + plan.part_o + (head * plan.splits * plan.rows + row) * p.v_head_dim;
-  const Task t{.batch = head / p.kv_heads, .kv_head = head % p.kv_heads, .head = head, .begin = 0, .end = 0, .split = 0, .first_key = 0, .last_key = 0};
-  T* y = static_cast<T*>(p.y) + row_offset(p.y_strides, plan, t, row);
+  const Task t{.batch = head / p.kv_heads,
+               .kv_head = head % p.kv_heads,
+               .head = head,
+               .begin = 0,
+               .end = 0,
+               .split = 0,
+               .first_key = 0,
+               .last_key = 0};
+  T* y = static_cast<T*>(p.y) + RowCursor(plan, t, row).offset(p.y_strides);
 
   float max = -simd::kInfinity;
   for (int64_t s = 0; s < plan.splits; ++s) max = std::max(max, maxima[s * plan.rows]);
@@ -789,7 +885,8 @@ void combine_row(const AttentionParams& p, const Plan& plan, const float* worksp
 }
 
 // Past and new rows of one head, one behind the other.
-void append_cache(const void* past, const void* fresh, void* present, int64_t past_len, int64_t len, int64_t dim, int64_t stride, size_t element) {
+void append_cache(const void* past, const void* fresh, void* present, int64_t past_len, int64_t len, int64_t dim,
+                  int64_t stride, size_t element) {
   auto* out = static_cast<char*>(present);
   const auto* in = static_cast<const char*>(fresh);
   const size_t row_bytes = dim * element;
@@ -800,16 +897,18 @@ void append_cache(const void* past, const void* fresh, void* present, int64_t pa
 void append_caches(const AttentionParams& p, int64_t head) {
   const size_t element = size_of(p.dtype);
   const int64_t b = head / p.kv_heads, h = head % p.kv_heads;
-  const auto at = [element](const void* base, int64_t offset) { return static_cast<const char*>(base) + offset * element; };
+  const auto at = [element](const void* base, int64_t offset) {
+    return static_cast<const char*>(base) + offset * element;
+  };
   if (p.present_k != nullptr) {
     append_cache(at(p.past_k, head * p.past_len * p.head_dim), at(p.k, b * p.k_strides.batch + h * p.k_strides.head),
-                 static_cast<char*>(p.present_k) + head * p.total_len() * p.head_dim * element, p.past_len, p.kv_len, p.head_dim, p.k_strides.seq,
-                 element);
+                 static_cast<char*>(p.present_k) + head * p.total_len() * p.head_dim * element, p.past_len, p.kv_len,
+                 p.head_dim, p.k_strides.seq, element);
   }
   if (p.present_v != nullptr) {
     append_cache(at(p.past_v, head * p.past_len * p.v_head_dim), at(p.v, b * p.v_strides.batch + h * p.v_strides.head),
-                 static_cast<char*>(p.present_v) + head * p.total_len() * p.v_head_dim * element, p.past_len, p.kv_len, p.v_head_dim,
-                 p.v_strides.seq, element);
+                 static_cast<char*>(p.present_v) + head * p.total_len() * p.v_head_dim * element, p.past_len, p.kv_len,
+                 p.v_head_dim, p.v_strides.seq, element);
   }
 }
 
@@ -824,8 +923,8 @@ Task task_at(const AttentionParams& p, const Plan& plan, int64_t index) {
   if (plan.few_rows) {
     t.end = plan.rows;
   } else {
-    t.block = row_task * plan.task_blocks;
-    t.blocks = std::min(plan.task_blocks, plan.blocks - t.block);
+    t.block = row_task * plan.blocks / plan.row_tasks;
+    t.blocks = (row_task + 1) * plan.blocks / plan.row_tasks - t.block;
     t.begin = plan.first_vec(t.block) * kWidth;
     t.end = std::min(plan.rows, plan.first_vec(t.block + t.blocks) * kWidth);
   }
@@ -842,7 +941,8 @@ void attention_cpu(const AttentionParams& p, const Plan& plan, const ExecContext
     std::atomic<int64_t> next{0};
     context.pool.parallel_for(plan.slots, [&](int64_t slot_idx) {
       float* const slot = workspace + slot_idx * plan.slot_floats;
-      for (int64_t i = next.fetch_add(1, std::memory_order_relaxed); i < plan.tasks; i = next.fetch_add(1, std::memory_order_relaxed)) {
+      for (int64_t i = next.fetch_add(1, std::memory_order_relaxed); i < plan.tasks;
+           i = next.fetch_add(1, std::memory_order_relaxed)) {
         const Task t = task_at(p, plan, i);
         if (plan.few_rows) {
           run_row_task<T>(p, plan, t, slot, workspace);
