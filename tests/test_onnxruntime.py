@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import pathlib
 from typing import Any
 
@@ -16,7 +17,7 @@ from onnx import TensorProto, helper
 from ort_models import fused_node, make_model, make_session, one_op_model, run_model, run_op, session_options, value_info
 from reference import attention_reference, plain
 
-from ortplugins import ops
+from ortplugins import ops, rewrite
 
 ALL_PROVIDERS = [pytest.param(PROVIDERS["cpu"], id="cpu"), pytest.param(PROVIDERS["cuda"], id="cuda", marks=pytest.mark.gpu)]
 MINOR = int(onnxruntime.__version__.split(".")[1])
@@ -326,3 +327,42 @@ def test_results_follow_the_stream(op: str) -> None:
     assert len({float(e) for e in expected}) == len(xs)
     for i in range(120):
         np.testing.assert_array_equal(session.run(None, {"x": xs[i % len(xs)]})[0], expected[i % len(xs)])
+
+
+def demo_model() -> pathlib.Path:
+    """The demo's model; a machine that cannot install it names a file with its graph."""
+    from ortplugins import demo
+    from ortplugins.errors import OrtPluginsError
+
+    if given := os.environ.get("ORTPLUGINS_DEMO_MODEL"):
+        return pathlib.Path(given)
+    try:
+        return pathlib.Path(demo.find_model())
+    except OrtPluginsError as error:
+        pytest.skip(str(error))
+
+
+@pytest.mark.gpu
+def test_rewritten_model_stays_on_the_gpu(tmp_path: pathlib.Path) -> None:
+    """A real encoder: every op of ours on the CUDA provider, no copy node, outputs as the original's."""
+    original = demo_model()
+    rewritten = rewrite(original).model
+    ours = {node.op_type for node in rewritten.graph.node if node.domain == ops.DOMAIN}
+    assert {"FusedAttention", "FusedGemm"} <= ours
+    options = session_options()
+    options.enable_profiling = True
+    options.profile_file_prefix = str(tmp_path / "profile")
+    session = make_session(rewritten, PROVIDERS["cuda"], options, provider_options={"use_tf32": "0"})
+    ids = np.random.default_rng(0).integers(5, 1500, (4, 64))
+    mask = np.ones_like(ids)
+    mask[1, 40:] = 0
+    feeds = {"input_ids": ids, "attention_mask": mask, "token_type_ids": np.zeros_like(ids)}
+    feeds = {i.name: feeds[i.name] for i in session.get_inputs()}
+    actual = session.run(None, feeds)
+    expected = onnxruntime.InferenceSession(str(original), providers=[PROVIDERS["cpu"]]).run(None, feeds)
+    for a, e in zip(actual, expected, strict=True):
+        assert np.abs(a - e).max() <= 1e-5
+    ran = profiled_providers(session)
+    assert ours <= ran["CUDAExecutionProvider"]
+    assert not ours & ran.get("CPUExecutionProvider", set())
+    assert not {op for ops_ran in ran.values() for op in ops_ran if op.startswith("Memcpy")}
