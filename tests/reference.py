@@ -102,7 +102,11 @@ def attention_reference(
     rank = q.ndim
     q, k, v = (
         _to_bnsh(x.astype(dtype), layout, heads)
-        for x, heads in ((q, num_heads), (k, attrs.get("kv_num_heads", 0) or num_heads), (v, attrs.get("kv_num_heads", 0) or num_heads))
+        for x, heads in (
+            (q, num_heads),
+            (k, attrs.get("kv_num_heads", 0) or num_heads),
+            (v, attrs.get("kv_num_heads", 0) or num_heads),
+        )
     )
     if past_k is not None:
         k = np.concatenate([past_k.astype(dtype), k], axis=2)
@@ -115,9 +119,13 @@ def attention_reference(
 
     bias = np.zeros((batch, heads, q_len, total), dtype)
     if mask is not None:
-        values = np.where(mask, dtype.type(0), dtype.type(-np.inf)) if mask.dtype == np.dtype(bool) else mask.astype(dtype)
+        values = (
+            np.where(mask, dtype.type(0), dtype.type(-np.inf)) if mask.dtype == np.dtype(bool) else mask.astype(dtype)
+        )
         if values.shape[-1] not in (1, total):
-            values = np.concatenate([values, np.full((*values.shape[:-1], total - values.shape[-1]), -np.inf, dtype)], axis=-1)
+            values = np.concatenate(
+                [values, np.full((*values.shape[:-1], total - values.shape[-1]), -np.inf, dtype)], axis=-1
+            )
         bias = bias + values
     past = 0 if past_k is None else past_k.shape[2]
     for b in range(batch):
@@ -143,7 +151,9 @@ def attention_reference(
         bad = ~np.isfinite(v)
         y = arithmetic.matmul(weight, np.where(bad, dtype.type(0), v))
         if bad.any():
-            y = np.where((np.nan_to_num(weight, nan=1.0) > 0).astype(np.float64) @ bad.astype(np.float64) > 0, np.nan, y)
+            y = np.where(
+                (np.nan_to_num(weight, nan=1.0) > 0).astype(np.float64) @ bad.astype(np.float64) > 0, np.nan, y
+            )
     if layout == "BSNH" or rank == 3:
         y = y.transpose(0, 2, 1, 3)
     if rank == 3:

@@ -24,8 +24,23 @@ Inputs = list[np.ndarray | None]
 LOWEST = {name: float(ml_dtypes.finfo(numpy_dtype(name)).min) for name in ops.FLOAT_TYPES}
 """Lowest finite number of each type, with which exporters fill masks."""
 
-PRECISION_CASES = ("bert", "long", "decode_long", "d257_std8", "d64_std8", "d80_63x513", "d1_63x65", "grouped_BSNH", "causal", "window", "softcap",
-                   "mask_tiles_2x3x70x131_add", "garbage_lengths_40", "past_tiles", "large")
+PRECISION_CASES = (
+    "bert",
+    "long",
+    "decode_long",
+    "d257_std8",
+    "d64_std8",
+    "d80_63x513",
+    "d1_63x65",
+    "grouped_BSNH",
+    "causal",
+    "window",
+    "softcap",
+    "mask_tiles_2x3x70x131_add",
+    "garbage_lengths_40",
+    "past_tiles",
+    "large",
+)
 
 
 @dataclass(frozen=True)
@@ -159,7 +174,9 @@ def nan_query(inputs: Inputs) -> None:
 
 def masks(name: str, shapes: list[tuple[int, ...]], **problem: Any) -> list[Case]:
     return [
-        Case(f"{name}_{'x'.join(map(str, s))}_{kind}", mask=s, mask_kind=kind, **problem) for s in shapes for kind in ("bool", "add", "-inf")
+        Case(f"{name}_{'x'.join(map(str, s))}_{kind}", mask=s, mask_kind=kind, **problem)
+        for s in shapes
+        for kind in ("bool", "add", "-inf")
     ]
 
 
@@ -176,8 +193,14 @@ CASES = [
     *(
         Case(f"d{d}_{sq}x{sk}", heads=2, sq=sq, sk=sk, d=d)
         for d, lengths in {
-            1: ((63, 65), (77, 1)), 37: ((65, 77), (1, 63)), 40: ((77, 197), (63, 63)), 72: ((197, 65), (65, 1)), 80: ((63, 513), (1, 197)),
-            96: ((513, 77), (1, 65)), 100: ((65, 197), (77, 77)), 128: ((197, 197), (1, 513)),
+            1: ((63, 65), (77, 1)),
+            37: ((65, 77), (1, 63)),
+            40: ((77, 197), (63, 63)),
+            72: ((197, 65), (65, 1)),
+            80: ((63, 513), (1, 197)),
+            96: ((513, 77), (1, 65)),
+            100: ((65, 197), (77, 77)),
+            128: ((197, 197), (1, 513)),
         }.items()
         for sq, sk in lengths
     ),
@@ -187,21 +210,64 @@ CASES = [
     Case("d64_std8", heads=2, sq=40, sk=130, d=64, std=8.0),
     Case("d640", heads=1, sq=9, sk=20, d=640),
     # Layouts, grouped heads, a head size of its own for v
-    *(Case(f"layout_{layout}", b=2, heads=3, sq=21, sk=34, d=20, dv=12, layout=layout) for layout in ("BSNH", "BNSH", "3D")),
-    *(Case(f"grouped_{layout}", b=2, heads=6, kv_heads=2, sq=17, sk=50, d=24, dv=40, layout=layout) for layout in ("BSNH", "BNSH", "3D")),
+    *(
+        Case(f"layout_{layout}", b=2, heads=3, sq=21, sk=34, d=20, dv=12, layout=layout)
+        for layout in ("BSNH", "BNSH", "3D")
+    ),
+    *(
+        Case(f"grouped_{layout}", b=2, heads=6, kv_heads=2, sq=17, sk=50, d=24, dv=40, layout=layout)
+        for layout in ("BSNH", "BNSH", "3D")
+    ),
     Case("multi_query_decode", b=2, heads=8, kv_heads=1, sq=1, sk=300, d=64),
     Case("grouped_few_rows", heads=6, kv_heads=2, sq=2, sk=70, d=33),
     Case("v_wider", heads=2, sq=40, sk=40, d=8, dv=136),
     Case("scale", sq=20, sk=20, attrs={"scale": 0.3}),
-    Case("scale_one_t5", b=2, heads=4, sq=24, sk=24, d=16, std=0.5, attrs={"scale": 1.0}, mask=(1, 4, 24, 24), mask_kind="add"),
+    Case(
+        "scale_one_t5",
+        b=2,
+        heads=4,
+        sq=24,
+        sk=24,
+        d=16,
+        std=0.5,
+        attrs={"scale": 1.0},
+        mask=(1, 4, 24, 24),
+        mask_kind="add",
+    ),
     # Masks of every broadcastable shape
     *masks(
         "mask",
-        [(7,), (5, 7), (1, 1, 5, 7), (2, 1, 1, 7), (2, 1, 5, 7), (1, 3, 5, 7), (2, 3, 5, 7), (3, 5, 7), (2, 1, 5, 1), (1, 3, 1, 7), (1,)],
-        b=2, heads=3, sq=5, sk=7, d=24,
+        [
+            (7,),
+            (5, 7),
+            (1, 1, 5, 7),
+            (2, 1, 1, 7),
+            (2, 1, 5, 7),
+            (1, 3, 5, 7),
+            (2, 3, 5, 7),
+            (3, 5, 7),
+            (2, 1, 5, 1),
+            (1, 3, 1, 7),
+            (1,),
+        ],
+        b=2,
+        heads=3,
+        sq=5,
+        sk=7,
+        d=24,
     ),
-    *masks("mask_tiles", [(131,), (2, 1, 1, 131), (70, 131), (2, 3, 70, 131), (2, 1, 70, 1)], b=2, heads=3, sq=70, sk=131, d=16),
-    *masks("mask_grouped", [(1, 8, 12, 30), (2, 1, 12, 30), (2, 1, 1, 30)], b=2, heads=8, kv_heads=2, sq=12, sk=30, d=32),
+    *masks(
+        "mask_tiles",
+        [(131,), (2, 1, 1, 131), (70, 131), (2, 3, 70, 131), (2, 1, 70, 1)],
+        b=2,
+        heads=3,
+        sq=70,
+        sk=131,
+        d=16,
+    ),
+    *masks(
+        "mask_grouped", [(1, 8, 12, 30), (2, 1, 12, 30), (2, 1, 1, 30)], b=2, heads=8, kv_heads=2, sq=12, sk=30, d=32
+    ),
     *masks("mask_short", [(1, 1, 5, 4), (100,)], heads=2, sq=5, sk=130, d=16),
     Case("mask_lowest", b=2, heads=2, sq=40, sk=60, d=32, mask=(2, 1, 1, 60), mask_kind="lowest"),
     Case("mask_with_past", heads=2, sq=5, sk=5, past=9, mask=(5, 14), mask_kind="add"),
@@ -209,11 +275,23 @@ CASES = [
     *(
         Case(f"masked_row_{name}_{sq}", b=2, heads=2, sq=sq, sk=8, mask=(2, 1, sq, 8), mask_kind=kind, spoil=spoil)
         for sq in (8, 50)
-        for name, kind, spoil in (("bool", "bool", mask_row(False)), ("-inf", "-inf", mask_row(-np.inf)), ("lowest", "lowest", lowest_row))
+        for name, kind, spoil in (
+            ("bool", "bool", mask_row(False)),
+            ("-inf", "-inf", mask_row(-np.inf)),
+            ("lowest", "lowest", lowest_row),
+        )
     ),
     Case("masked_all", b=1, sq=20, sk=40, mask=(40,), spoil=lambda inputs: inputs[MASK].fill(False)),
-    Case("masked_blocks", heads=1, sq=50, sk=700, d=16, mask=(700,), spoil=lambda inputs: inputs[MASK][:400].fill(False)),
-    Case("masked_row_nan_query", sq=4, sk=6, mask=(4, 6), spoil=lambda inputs: (inputs[MASK][1].fill(False), nan_query(inputs))),
+    Case(
+        "masked_blocks", heads=1, sq=50, sk=700, d=16, mask=(700,), spoil=lambda inputs: inputs[MASK][:400].fill(False)
+    ),
+    Case(
+        "masked_row_nan_query",
+        sq=4,
+        sk=6,
+        mask=(4, 6),
+        spoil=lambda inputs: (inputs[MASK][1].fill(False), nan_query(inputs)),
+    ),
     # Which corner "causal" means: top-left without a cache, shifted with one
     Case("causal", heads=2, sq=77, sk=77, d=32, attrs={"is_causal": 1}),
     Case("causal_long", heads=1, sq=300, sk=300, d=16, attrs={"is_causal": 1}),
@@ -222,7 +300,9 @@ CASES = [
     Case("causal_past", sq=2, sk=2, past=3, attrs={"is_causal": 1}),
     Case("causal_lengths", b=3, sq=2, sk=5, total_lengths=(5, 3, 1), attrs={"is_causal": 1}),
     Case("causal_negative_offset", b=2, heads=2, sq=40, sk=60, total_lengths=(17, 39), attrs={"is_causal": 1}),
-    Case("causal_grouped_decode", b=2, heads=8, kv_heads=2, sq=2, sk=90, total_lengths=(90, 33), attrs={"is_causal": 1}),
+    Case(
+        "causal_grouped_decode", b=2, heads=8, kv_heads=2, sq=2, sk=90, total_lengths=(90, 33), attrs={"is_causal": 1}
+    ),
     Case("causal_mask", heads=3, sq=50, sk=50, d=16, mask=(3, 50, 50), mask_kind="add", attrs={"is_causal": 1}),
     # Windows
     Case("window", sq=90, sk=90, d=16, attrs={"window": 7}),
@@ -233,7 +313,10 @@ CASES = [
     Case("window_lengths", b=2, sq=3, sk=50, total_lengths=(50, 20), attrs={"window": 4, "window_right": 1}),
     Case("window_right_only", sq=30, sk=50, d=16, attrs={"window_right": 2}),
     # Cache
-    *(Case(f"past_{layout}", b=2, heads=4, kv_heads=2, sq=3, sk=3, past=70, d=24, dv=16, layout=layout) for layout in ("BSNH", "BNSH", "3D")),
+    *(
+        Case(f"past_{layout}", b=2, heads=4, kv_heads=2, sq=3, sk=3, past=70, d=24, dv=16, layout=layout)
+        for layout in ("BSNH", "BNSH", "3D")
+    ),
     Case("past_decode_split", heads=1, sq=1, sk=1, past=2000, d=64),
     Case("past_tiles", heads=1, sq=40, sk=40, past=100, d=64, attrs={"is_causal": 1}),
     Case("past_empty", sq=4, sk=6, past=0),
@@ -242,8 +325,26 @@ CASES = [
     Case("lengths_out_of_range", b=2, sq=3, sk=10, total_lengths=(-5, 99)),
     # Soft cap, in front of the mask
     Case("softcap", sq=20, sk=70, std=3.0, attrs={"softcap": 5.0}),
-    Case("softcap_mask", heads=2, sq=20, sk=40, mask=(40,), mask_kind="-inf", attrs={"softcap": 5.0}, spoil=large_values_where_masked),
-    Case("softcap_decode", heads=2, sq=1, sk=40, mask=(40,), mask_kind="-inf", attrs={"softcap": 5.0}, spoil=large_values_where_masked),
+    Case(
+        "softcap_mask",
+        heads=2,
+        sq=20,
+        sk=40,
+        mask=(40,),
+        mask_kind="-inf",
+        attrs={"softcap": 5.0},
+        spoil=large_values_where_masked,
+    ),
+    Case(
+        "softcap_decode",
+        heads=2,
+        sq=1,
+        sk=40,
+        mask=(40,),
+        mask_kind="-inf",
+        attrs={"softcap": 5.0},
+        spoil=large_values_where_masked,
+    ),
     # What masked keys hold does not matter; what seen keys hold does
     *(
         Case(f"garbage_{name}_{sq}", b=2, heads=2, sq=sq, sk=150, d=24, spoil=spoil, **problem)
@@ -273,9 +374,27 @@ CASES = [
 ]
 
 SMALL = {
-    "test_attention": {"case": ("one", "one_query", "d40_77x197", "d100_65x197", "d257_std8", "grouped_BSNH", "multi_query_decode", "window_both",
-                                "causal_mask", "mask_tiles_2x1x1x131_bool", "past_decode_split", "past_tiles", "lengths")},
-    "test_precision": {"case": ("d257_std8", "d80_63x513", "causal", "mask_tiles_2x3x70x131_add"), "precision": ("tf32x3", "tf32")},
+    "test_attention": {
+        "case": (
+            "one",
+            "one_query",
+            "d40_77x197",
+            "d100_65x197",
+            "d257_std8",
+            "grouped_BSNH",
+            "multi_query_decode",
+            "window_both",
+            "causal_mask",
+            "mask_tiles_2x1x1x131_bool",
+            "past_decode_split",
+            "past_tiles",
+            "lengths",
+        )
+    },
+    "test_precision": {
+        "case": ("d257_std8", "d80_63x513", "causal", "mask_tiles_2x3x70x131_add"),
+        "precision": ("tf32x3", "tf32"),
+    },
 }
 """What runs under compute-sanitizer: every kernel, with tails."""
 
@@ -286,7 +405,9 @@ def bound_of(inputs: Inputs, attrs: dict[str, Any], expected: AttentionResult, p
     dtype = inputs[Q].dtype
     plain_error = np.abs(attention_reference(inputs, attrs, plain(dtype, precision)).y - expected.y)
     y = float(np.max(np.abs(expected.y), where=np.isfinite(expected.y), initial=0.0))
-    slack = EPSILON["float32"] * y * (2.0 + 0.5 * expected.largest_score) + (EPSILON[dtype.name] * y if dtype != np.float32 else 0.0)
+    slack = EPSILON["float32"] * y * (2.0 + 0.5 * expected.largest_score) + (
+        EPSILON[dtype.name] * y if dtype != np.float32 else 0.0
+    )
     return 2.0 * float(np.nan_to_num(plain_error).max(initial=0.0)) + slack
 
 
@@ -317,7 +438,7 @@ def test_attention(case: Case, variant: native.VariantInfo) -> None:
 @pytest.mark.parametrize("case", [c for c in CASES if c.past is not None], ids=lambda c: c.name)
 def test_past_without_present(case: Case, variant: native.VariantInfo) -> None:
     inputs, attrs = case.inputs("float32"), case.attributes()
-    y, = run_variant(OP, variant, inputs, attrs)
+    (y,) = run_variant(OP, variant, inputs, attrs)
     with_present = run_variant(OP, variant, inputs, attrs, output_count=3)[0]
     np.testing.assert_array_equal(y, with_present)
 
@@ -328,7 +449,7 @@ def test_past_without_present(case: Case, variant: native.VariantInfo) -> None:
 def test_precision(case: Case, precision: str, variant: native.VariantInfo) -> None:
     """`tf32x3` has the bound of float32, `tf32` that of operands rounded to TF32; variants may be better than asked."""
     inputs, attrs, expected, bound = solved(case.name, "float32", precision)
-    y, = run_variant(OP, variant, inputs, attrs)
+    (y,) = run_variant(OP, variant, inputs, attrs)
     assert_close(y, expected.y, bound)
 
 
@@ -336,10 +457,20 @@ def test_precision(case: Case, precision: str, variant: native.VariantInfo) -> N
 @pytest.mark.parametrize("dtype", ops.FLOAT_TYPES)
 def test_lowest_mask_gives_mean(variant: native.VariantInfo, dtype: str) -> None:
     """A row masked with the type's lowest number throughout: scores are swallowed, so every key counts the same."""
-    case = Case("lowest_mean", b=2, heads=2, sq=9, sk=40, d=32, mask=(9, 40), mask_kind="add", std=0.001 if dtype == "float16" else 1.0,
-                spoil=lambda inputs: inputs[MASK].fill(LOWEST[dtype]))
+    case = Case(
+        "lowest_mean",
+        b=2,
+        heads=2,
+        sq=9,
+        sk=40,
+        d=32,
+        mask=(9, 40),
+        mask_kind="add",
+        std=0.001 if dtype == "float16" else 1.0,
+        spoil=lambda inputs: inputs[MASK].fill(LOWEST[dtype]),
+    )
     inputs = case.inputs(dtype)
-    y, = run_variant(OP, variant, inputs, case.attributes())
+    (y,) = run_variant(OP, variant, inputs, case.attributes())
     mean = np.broadcast_to(inputs[V].astype(np.float64).mean(axis=1, keepdims=True), y.shape)
     assert_close(y, mean, EPSILON[dtype] * 4 * np.abs(inputs[V].astype(np.float64)).max())
 
@@ -348,7 +479,7 @@ def test_lowest_mask_gives_mean(variant: native.VariantInfo, dtype: str) -> None
 def test_threads_do_not_change_results(variant: native.VariantInfo) -> None:
     for case in (c for c in CASES if c.name in ("long", "decode_long", "many_rows_long", "grouped_BSNH")):
         inputs, attrs = case.inputs("float32"), case.attributes()
-        once, = run_variant(OP, variant, inputs, attrs, threads=1)
+        (once,) = run_variant(OP, variant, inputs, attrs, threads=1)
         for threads in (2, 5):
             np.testing.assert_array_equal(run_variant(OP, variant, inputs, attrs, threads=threads)[0], once)
 
@@ -359,7 +490,10 @@ def test_bound_rejects_wrong_results(name: str) -> None:
     case = next(c for c in CASES if c.name == name)
     for dtype in case.dtypes:
         inputs, attrs, expected, bound = solved(name, dtype)
-        wrong_inputs, wrong_attrs = list(inputs), {k: v for k, v in attrs.items() if k in ("layout", "num_heads", "kv_num_heads")}
+        wrong_inputs, wrong_attrs = (
+            list(inputs),
+            {k: v for k, v in attrs.items() if k in ("layout", "num_heads", "kv_num_heads")},
+        )
         if case.mask is not None:
             wrong_inputs[MASK] = np.zeros_like(inputs[MASK])
         if case.kv_heads:
@@ -385,9 +519,18 @@ def halve_heads(inputs: Inputs, *indices: int) -> None:
         ({"kv_heads": 3, "heads": 4}, "q: has 4 heads, not a multiple of the 3 heads of k"),
         ({"past": 3, "total_lengths": (4,)}, "total_lengths: cannot be combined with past_k"),
         ({"spoil": lambda inputs: inputs.__setitem__(V, inputs[V][:, :-1].copy())}, "v: dimension 1 is 7, expected 8"),
-        ({"past": 3, "spoil": lambda inputs: inputs.__setitem__(PAST_V, None)}, "past_k and past_v must be given together"),
-        ({"layout": "3D", "past": 2, "spoil": lambda inputs: halve_heads(inputs, PAST_K, PAST_V)}, "past_k: has 1 heads, k and v 2"),
-        ({"layout": "3D", "spoil": lambda inputs: inputs.__setitem__(Q, inputs[Q][..., :-1].copy())}, "q: dimension 2 is 127"),
+        (
+            {"past": 3, "spoil": lambda inputs: inputs.__setitem__(PAST_V, None)},
+            "past_k and past_v must be given together",
+        ),
+        (
+            {"layout": "3D", "past": 2, "spoil": lambda inputs: halve_heads(inputs, PAST_K, PAST_V)},
+            "past_k: has 1 heads, k and v 2",
+        ),
+        (
+            {"layout": "3D", "spoil": lambda inputs: inputs.__setitem__(Q, inputs[Q][..., :-1].copy())},
+            "q: dimension 2 is 127",
+        ),
     ],
 )
 def test_refuses(change: dict[str, Any], message: str) -> None:
@@ -400,8 +543,13 @@ def test_refuses(change: dict[str, Any], message: str) -> None:
 # --- ONNX's own test data for Attention -------------------------------------------------------------------------------
 
 _ONNX_ATTRIBUTES = {
-    "q_num_heads": "num_heads", "kv_num_heads": "kv_num_heads", "scale": "scale", "is_causal": "is_causal", "softcap": "softcap",
-    "left_window_size": "window", "right_window_size": "window_right",
+    "q_num_heads": "num_heads",
+    "kv_num_heads": "kv_num_heads",
+    "scale": "scale",
+    "is_causal": "is_causal",
+    "softcap": "softcap",
+    "left_window_size": "window",
+    "right_window_size": "window_right",
 }
 _ONNX_INPUTS = ["Q", "K", "V", "attn_mask", "past_key", "past_value", "nonpad_kv_seqlen"]
 
@@ -419,7 +567,11 @@ def onnx_cases() -> list[Any]:
 def test_onnx_conformance(case: Any, variant: native.VariantInfo) -> None:
     """Every case of ONNX, by its outputs that the op has: all but the scores."""
     node = case.model.graph.node[0]
-    attrs = {_ONNX_ATTRIBUTES[a.name]: onnx.helper.get_attribute_value(a) for a in node.attribute if a.name in _ONNX_ATTRIBUTES}
+    attrs = {
+        _ONNX_ATTRIBUTES[a.name]: onnx.helper.get_attribute_value(a)
+        for a in node.attribute
+        if a.name in _ONNX_ATTRIBUTES
+    }
     unknown = {a.name for a in node.attribute} - set(_ONNX_ATTRIBUTES) - {"qk_matmul_output_mode", "softmax_precision"}
     assert not unknown
     given, expected = case.data_sets[0]
@@ -434,4 +586,6 @@ def test_onnx_conformance(case: Any, variant: native.VariantInfo) -> None:
             continue
         actual = outputs[["Y", "present_key", "present_value"].index(name)]
         rtol = max(case.rtol, 4 * EPSILON[wanted.dtype.name])
-        assert_close(actual, wanted.astype(np.float64), case.atol + rtol * np.maximum(1.0, np.abs(wanted.astype(np.float64))))
+        assert_close(
+            actual, wanted.astype(np.float64), case.atol + rtol * np.maximum(1.0, np.abs(wanted.astype(np.float64)))
+        )
