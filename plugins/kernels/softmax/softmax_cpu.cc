@@ -1,8 +1,8 @@
 // FusedSoftmax on the CPU.
 //
-// Along contiguous columns a row is a run of vectors: its scores (scale * x + mask), its exponentials and its result pass
-// through a buffer in L1, and x and y are touched once. A longer row is read twice: once for its running maximum and sum,
-// block by block, once for the result.
+// Along contiguous columns a row is a run of vectors: its scores (scale * x + mask) and its exponentials lie in a buffer
+// in L1, or in a float y itself. A longer row is read twice: once for its running maximum and sum, block by block, once
+// for the result; so is every row of a very large output, whose stores then have the exponentials to hide behind.
 //
 // Along any other axis the lanes of a vector are different rows. With at least kWidth of them side by side (inner), a
 // step is one column of 4 or 1 vectors of rows. With fewer, a step takes as many whole columns as fit into a vector; the
@@ -29,8 +29,9 @@ constexpr int64_t kBufferCols = 4096;    // 16 KiB: half of the smallest L1
 constexpr int64_t kBlockCols = 2048;     // of a longer row
 constexpr int64_t kTaskElements = 16384;  // about 10 us, several times the cost of handing out a task
 constexpr int64_t kMaxTasks = 32;
-// An output larger than this will not be read back from a cache; writing past the caches saves reading its lines first.
-constexpr int64_t kStreamingBytes = int64_t{24} << 20;
+// An output of this size, beside an x of the same size, is not read back from a cache. Writing past the caches saves
+// reading its lines first.
+constexpr int64_t kStreamingBytes = int64_t{16} << 20;
 
 enum class Mask : uint8_t { kNone, kAdditive, kBool };
 
@@ -73,7 +74,7 @@ class ContiguousRows {
       T* y = static_cast<T*>(p_.y) + row * p_.cols;
       const Element* mask = nullptr;
       if constexpr (kMask != Mask::kNone) mask = static_cast<const Element*>(p_.mask) + p_.mask_row_offset(row);
-      if (p_.cols <= kBufferCols) {
+      if (p_.cols <= kBufferCols && !streaming_) {
         short_row(x, mask, y);
       } else {
         long_row(x, mask, y);
@@ -115,9 +116,9 @@ class ContiguousRows {
     return simd::reduce_max(simd::max(simd::max(m[0], m[1]), simd::max(m[2], m[3])));
   }
 
-  // Sum of e^(score - shift) of n columns; the exponentials replace the scores in the buffer where `kStore`.
+  // Sum of e^(score - shift) of n columns; where `kStore` the exponentials go to `out`, which may be the buffer.
   template <bool kFromX, bool kStore>
-  float exponentials(const T* x, const Element* mask, int64_t n, float shift) {
+  float exponentials(const T* x, const Element* mask, int64_t n, float shift, float* out) {
     const Float shifts = simd::broadcast(shift);
     Float sum[2] = {simd::zero(), simd::zero()};
     const auto step = [&](int64_t c, int64_t lanes, Float& total) {
@@ -125,7 +126,7 @@ class ContiguousRows {
       if (kFromX && lanes < kWidth) v = simd::lane_mask(lanes) ? v : simd::broadcast(-kInfinity);
       const Float e = simd::exp_nonpositive(v - shifts);
       total += e;
-      if constexpr (kStore) simd::store(buffer_ + c, e);
+      if constexpr (kStore) store_lanes(out + c, e, lanes);
     };
     int64_t c = 0;
     for (; c + 2 * kWidth <= n; c += 2 * kWidth) {
@@ -158,16 +159,19 @@ class ContiguousRows {
     const float m = scores<!kRecompute>(x, mask, p_.cols);
     const Float shift = simd::broadcast(shift_of(m));
     if (p_.log) {
-      const float sum = exponentials<kRecompute, false>(x, mask, p_.cols, shift_of(m));
+      const float sum = exponentials<kRecompute, false>(x, mask, p_.cols, shift_of(m), nullptr);
       const Float log_sum = simd::broadcast(log_sum_of(m, sum));
       write(y, p_.cols, [&](int64_t c, int64_t lanes) {
         const Float v = kRecompute ? score_at(x, mask, c, lanes) : simd::load(buffer_ + c);
         return (v - shift) - log_sum;
       });
     } else {
-      const float sum = exponentials<kRecompute, true>(x, mask, p_.cols, shift_of(m));
+      // A float y takes the exponentials at once: its lines arrive while they are being computed.
+      float* out = buffer_;
+      if constexpr (sizeof(T) == sizeof(float)) out = y;
+      const float sum = exponentials<kRecompute, true>(x, mask, p_.cols, shift_of(m), out);
       const Float factor = simd::broadcast(factor_of(m, sum));
-      write(y, p_.cols, [&](int64_t c, int64_t) { return simd::load(buffer_ + c) * factor; });
+      write(y, p_.cols, [&](int64_t c, int64_t lanes) { return load_lanes(out + c, lanes) * factor; });
     }
   }
 
@@ -178,7 +182,7 @@ class ContiguousRows {
       const Element* block_mask = mask + c * p_.mask_col_stride;
       const float block_m = scores<!kRecompute>(x + c, block_mask, n);
       const float new_m = block_m > m ? block_m : m;
-      const float block_sum = exponentials<kRecompute, false>(x + c, block_mask, n, shift_of(new_m));
+      const float block_sum = exponentials<kRecompute, false>(x + c, block_mask, n, shift_of(new_m), nullptr);
       sum = sum * std::exp(m - shift_of(new_m)) + block_sum;
       m = new_m;
     }
