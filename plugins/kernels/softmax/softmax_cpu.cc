@@ -1,8 +1,8 @@
 // FusedSoftmax on the CPU.
 //
-// Along contiguous columns a row is a run of vectors: its scores (scale * x + mask) and its exponentials lie in a buffer
-// in L1, or in a float y itself. A longer row is read twice: once for its running maximum and sum, block by block, once
-// for the result; so is every row of a very large output, whose stores then have the exponentials to hide behind.
+// Along contiguous columns a row is a run of vectors: its scores (scale * x + mask) and then its exponentials lie in y
+// itself where y is float, else in a buffer in L1. A row that is longer than the buffer is read twice: once for its running
+// maximum and sum, block by block, once for the result.
 //
 // Along any other axis the lanes of a vector are different rows. With at least kWidth of them side by side (inner), a
 // step is one column of 4 or 1 vectors of rows. With fewer, a step takes as many whole columns as fit into a vector; the
@@ -25,14 +25,10 @@ using simd::kWidth;
 using simd::load_lanes;
 using simd::store_lanes;
 
-constexpr int64_t kBufferCols = 4096;    // 16 KiB: half of the smallest L1
-constexpr int64_t kBlockCols = 2048;     // of a longer row
+constexpr int64_t kBufferCols = 4096;     // 16 KiB: half of the smallest L1
+constexpr int64_t kBlockCols = 2048;      // of a longer row; also the longest single sum
 constexpr int64_t kTaskElements = 16384;  // about 10 us, several times the cost of handing out a task
 constexpr int64_t kMaxTasks = 32;
-// An output of this size, beside an x of the same size, is not read back from a cache. Writing past the caches saves
-// reading its lines first.
-constexpr int64_t kStreamingBytes = int64_t{16} << 20;
-
 enum class Mask : uint8_t { kNone, kAdditive, kBool };
 
 template <class T, Mask kMask>
@@ -65,8 +61,7 @@ float log_sum_of(float m, float sum) { return m == -kInfinity && sum == 0.0F ? 0
 template <class T, Mask kMask>
 class ContiguousRows {
  public:
-  explicit ContiguousRows(const SoftmaxParams& p)
-      : p_(p), scale_(simd::broadcast(p.scale)), streaming_(p.rows * p.cols * static_cast<int64_t>(sizeof(T)) >= kStreamingBytes) {}
+  explicit ContiguousRows(const SoftmaxParams& p) : p_(p), scale_(simd::broadcast(p.scale)) {}
 
   void run(int64_t first_row, int64_t end_row) {
     for (int64_t row = first_row; row < end_row; ++row) {
@@ -74,27 +69,29 @@ class ContiguousRows {
       T* y = static_cast<T*>(p_.y) + row * p_.cols;
       const Element* mask = nullptr;
       if constexpr (kMask != Mask::kNone) mask = static_cast<const Element*>(p_.mask) + p_.mask_row_offset(row);
-      if (p_.cols <= kBufferCols && !streaming_) {
+      if constexpr (kInPlace) {
+        short_row(x, mask, y);
+      } else if (p_.cols <= kBufferCols) {
         short_row(x, mask, y);
       } else {
         long_row(x, mask, y);
       }
     }
-    if (streaming_) simd::streaming_fence();
   }
 
  private:
   using Element = MaskElement<T, kMask>;
+  static constexpr bool kInPlace = sizeof(T) == sizeof(float);
   // Reading float x again is cheaper than writing its scores.
-  static constexpr bool kRecompute = kMask == Mask::kNone && sizeof(T) == sizeof(float);
+  static constexpr bool kRecompute = kInPlace && kMask == Mask::kNone;
 
   Float score_at(const T* x, const Element* mask, int64_t c, int64_t n) const {
     return score<kMask, T>(load_lanes(x + c, n), scale_, mask + c * p_.mask_col_stride, p_.mask_col_stride == 0, n);
   }
 
-  // Maximum of the scores of n columns, which go to the buffer unless they are cheap; lanes behind them hold -inf.
+  // Maximum of the scores of n columns, which go to `out` where `kStore`.
   template <bool kStore>
-  float scores(const T* x, const Element* mask, int64_t n) {
+  float scores(const T* x, const Element* mask, int64_t n, float* out) const {
     Float m[4];
     for (Float& v : m) v = simd::broadcast(-kInfinity);
     int64_t c = 0;
@@ -103,7 +100,7 @@ class ContiguousRows {
       for (int u = 0; u < 4; ++u) {
         const Float v = score_at(x, mask, c + u * kWidth, kWidth);
         m[u] = simd::max(m[u], v);
-        if constexpr (kStore) simd::store(buffer_ + c + u * kWidth, v);
+        if constexpr (kStore) simd::store(out + c + u * kWidth, v);
       }
     }
     for (; c < n; c += kWidth) {
@@ -111,67 +108,62 @@ class ContiguousRows {
       const Float s = score_at(x, mask, c, lanes);
       const Float v = simd::lane_mask(lanes) ? s : simd::broadcast(-kInfinity);
       m[0] = simd::max(m[0], v);
-      if constexpr (kStore) simd::store(buffer_ + c, v);
+      if constexpr (kStore) store_lanes(out + c, s, lanes);
     }
     return simd::reduce_max(simd::max(simd::max(m[0], m[1]), simd::max(m[2], m[3])));
   }
 
-  // Sum of e^(score - shift) of n columns; where `kStore` the exponentials go to `out`, which may be the buffer.
+  // Sum of e^(score - shift) of n columns, from x or from scores that lie in `out`; where `kStore` the exponentials go
+  // there, too.
   template <bool kFromX, bool kStore>
-  float exponentials(const T* x, const Element* mask, int64_t n, float shift, float* out) {
+  float exponentials(const T* x, const Element* mask, int64_t n, float shift, float* out) const {
     const Float shifts = simd::broadcast(shift);
-    Float sum[2] = {simd::zero(), simd::zero()};
     const auto step = [&](int64_t c, int64_t lanes, Float& total) {
-      Float v = kFromX ? score_at(x, mask, c, lanes) : simd::load(buffer_ + c);
-      if (kFromX && lanes < kWidth) v = simd::lane_mask(lanes) ? v : simd::broadcast(-kInfinity);
+      Float v = kFromX ? score_at(x, mask, c, lanes) : load_lanes(out + c, lanes);
+      if (lanes < kWidth) v = simd::lane_mask(lanes) ? v : simd::broadcast(-kInfinity);
       const Float e = simd::exp_nonpositive(v - shifts);
       total += e;
       if constexpr (kStore) store_lanes(out + c, e, lanes);
     };
-    int64_t c = 0;
-    for (; c + 2 * kWidth <= n; c += 2 * kWidth) {
-      step(c, kWidth, sum[0]);
-      step(c + kWidth, kWidth, sum[1]);
+    float total = 0.0F;
+    for (int64_t begin = 0; begin < n; begin += kBlockCols) {  // one long sum would lose a digit
+      const int64_t end = begin + kBlockCols < n ? begin + kBlockCols : n;
+      Float sum[2] = {simd::zero(), simd::zero()};
+      int64_t c = begin;
+      for (; c + 2 * kWidth <= end; c += 2 * kWidth) {
+        step(c, kWidth, sum[0]);
+        step(c + kWidth, kWidth, sum[1]);
+      }
+      for (; c < end; c += kWidth) step(c, end - c < kWidth ? end - c : kWidth, sum[0]);
+      total += simd::reduce_sum(sum[0] + sum[1]);
     }
-    for (; c < n; c += kWidth) step(c, n - c < kWidth ? n - c : kWidth, sum[0]);
-    return simd::reduce_sum(sum[0] + sum[1]);
+    return total;
   }
 
-  // y[c] = value(c, lanes) for c < n, past the caches where that pays.
+  // y[c] = value(c, lanes) for c < n.
   template <class Value>
   void write(T* y, int64_t n, const Value& value) const {
     int64_t c = 0;
-    if constexpr (sizeof(T) == sizeof(float)) {
-      if (streaming_ && n >= 2 * kWidth) {
-        constexpr uintptr_t kBytes = kWidth * sizeof(float);
-        if (const int64_t head = static_cast<int64_t>((kBytes - reinterpret_cast<uintptr_t>(y) % kBytes) % kBytes / sizeof(float)); head != 0) {
-          simd::store_tail(y, value(c, head), head);
-          c = head;
-        }
-        for (; c + kWidth <= n; c += kWidth) simd::store_streaming(y + c, value(c, kWidth));
-      }
-    }
     for (; c + kWidth <= n; c += kWidth) simd::store(y + c, value(c, kWidth));
     if (c < n) simd::store_tail(y + c, value(c, n - c), n - c);
   }
 
   void short_row(const T* x, const Element* mask, T* y) {
-    const float m = scores<!kRecompute>(x, mask, p_.cols);
+    float* scratch = buffer_;
+    if constexpr (kInPlace) scratch = y;
+    const float m = scores<!kRecompute>(x, mask, p_.cols, scratch);
     const Float shift = simd::broadcast(shift_of(m));
     if (p_.log) {
-      const float sum = exponentials<kRecompute, false>(x, mask, p_.cols, shift_of(m), nullptr);
+      const float sum = exponentials<kRecompute, false>(x, mask, p_.cols, shift_of(m), scratch);
       const Float log_sum = simd::broadcast(log_sum_of(m, sum));
       write(y, p_.cols, [&](int64_t c, int64_t lanes) {
-        const Float v = kRecompute ? score_at(x, mask, c, lanes) : simd::load(buffer_ + c);
+        const Float v = kRecompute ? score_at(x, mask, c, lanes) : load_lanes(scratch + c, lanes);
         return (v - shift) - log_sum;
       });
     } else {
-      // A float y takes the exponentials at once: its lines arrive while they are being computed.
-      float* out = buffer_;
-      if constexpr (sizeof(T) == sizeof(float)) out = y;
-      const float sum = exponentials<kRecompute, true>(x, mask, p_.cols, shift_of(m), out);
+      const float sum = exponentials<kRecompute, true>(x, mask, p_.cols, shift_of(m), scratch);
       const Float factor = simd::broadcast(factor_of(m, sum));
-      write(y, p_.cols, [&](int64_t c, int64_t lanes) { return load_lanes(out + c, lanes) * factor; });
+      write(y, p_.cols, [&](int64_t c, int64_t lanes) { return load_lanes(scratch + c, lanes) * factor; });
     }
   }
 
@@ -180,9 +172,9 @@ class ContiguousRows {
     for (int64_t c = 0; c < p_.cols; c += kBlockCols) {
       const int64_t n = p_.cols - c < kBlockCols ? p_.cols - c : kBlockCols;
       const Element* block_mask = mask + c * p_.mask_col_stride;
-      const float block_m = scores<!kRecompute>(x + c, block_mask, n);
+      const float block_m = scores<true>(x + c, block_mask, n, buffer_);
       const float new_m = block_m > m ? block_m : m;
-      const float block_sum = exponentials<kRecompute, false>(x + c, block_mask, n, shift_of(new_m), nullptr);
+      const float block_sum = exponentials<false, false>(x + c, block_mask, n, shift_of(new_m), buffer_);
       sum = sum * std::exp(m - shift_of(new_m)) + block_sum;
       m = new_m;
     }
@@ -198,8 +190,7 @@ class ContiguousRows {
 
   const SoftmaxParams& p_;
   const Float scale_;
-  const bool streaming_;
-  alignas(64) float buffer_[kBufferCols + kWidth];  // a last load may reach past the columns
+  alignas(64) float buffer_[kInPlace ? 1 : kBufferCols];
 };
 
 // --- Rows side by side ---------------------------------------------------------------------------------------------------
