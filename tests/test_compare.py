@@ -244,7 +244,8 @@ def test_external_data_is_found_from_any_folder(tmp_path, monkeypatch):
     folder.mkdir()
     onnx.save(small_encoder(), folder / "m.onnx", save_as_external_data=True, location="m.bin", size_threshold=64)
     monkeypatch.chdir(tmp_path)
-    assert ortplugins.compare("models/m.onnx", latency=False).passed
+    result = ortplugins.compare("models/m.onnx", latency=False, layers=True)
+    assert result.passed and result.cases[0].outputs[0].reference == "float64"
 
 
 def test_report_and_latency(tmp_path):
@@ -323,6 +324,19 @@ def test_no_reference_says_why():
     model = model_of([node], [value("x", [1])], [value("y", [1])])
     with pytest.raises(NoReferenceError, match="Nonsense|nobody"):
         Float64Model(model)({"x": np.zeros(1, np.float32)})
+
+
+def test_weights_beyond_the_limit_are_not_even_read(tmp_path):
+    """A model whose data file would take 8 GiB, and is not there."""
+    weight = TensorProto(name="w", data_type=TensorProto.FLOAT, dims=[1 << 31], data_location=TensorProto.EXTERNAL)
+    weight.external_data.add(key="location", value="missing.bin")
+    graph = helper.make_graph(
+        [helper.make_node("Add", ["x", "w"], ["y"])], "g", [value("x", [1])], [value("y", [1 << 31])], [weight]
+    )
+    path = tmp_path / "large.onnx"
+    path.write_bytes(helper.make_model(graph, ir_version=8).SerializeToString())
+    with pytest.raises(NoReferenceError, match="16.0 GiB in float64"):
+        Float64Model(path)
 
 
 def test_bfloat16_is_converted():

@@ -204,7 +204,7 @@ def _compare(
     say: Progress,
 ) -> Comparison:
     say("reading models", 0.05)
-    stock_proto, ours_proto = load_model(original), load_model(rewritten)
+    stock_proto, ours_proto = (load_model(m, load_external_data=False) for m in (original, rewritten))
     _check_interfaces(stock_proto, ours_proto)
     feeds = _input_sets(stock_proto, inputs, sizes, batch, length, seed)
 
@@ -212,13 +212,15 @@ def _compare(
     stock = make_session(original, provider=provider, threads=threads)
     ours = make_session(rewritten, provider=provider, threads=threads, library=library)
     comparison = Comparison(describe(original), describe(rewritten), provider, import_onnxruntime().__version__)
-    reference = _Reference(stock_proto)
+    reference = _Reference(original)
     for i, case in enumerate(feeds):
         say(f"comparing outputs, inputs {i + 1} of {len(feeds)}", 0.2 + 0.3 * i / len(feeds))
         comparison.cases.append(_compare_case(stock, ours, case, reference, atol))
     if layers:
         say("comparing layers", 0.5)
-        comparison.layers = _compare_layers(stock_proto, ours_proto, feeds[-1], provider, threads, library, atol)
+        comparison.layers = _compare_layers(
+            load_model(original), load_model(rewritten), feeds[-1], provider, threads, library, atol
+        )
     if latency:
         comparison.latency = _measure(
             stock, ours, feeds[-1], provider, min_seconds, lambda f: say("measuring latency", 0.6 + 0.4 * f)
@@ -262,7 +264,7 @@ def _input_sets(
 class _Reference:
     """The original in float64, or the reason why there is none."""
 
-    def __init__(self, model: onnx.ModelProto, outputs: Sequence[str] | None = None):
+    def __init__(self, model: Model, outputs: Sequence[str] | None = None):
         self._model: Float64Model | None = None
         self.reason: str | None = None
         try:

@@ -7,12 +7,15 @@ reference evaluator, which shares no code with ONNX Runtime or with this package
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
 import onnx
 from onnx import AttributeProto, TensorProto, numpy_helper
+
+from .session import load_model
 
 _FLOATS = {TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16}
 
@@ -42,17 +45,18 @@ class Float64Model:
     Raises NoReferenceError when the graph holds an operator that the evaluator does not know, or is too large.
     """
 
-    def __init__(self, model: onnx.ModelProto, outputs: Sequence[str] | None = None):
+    def __init__(self, model: onnx.ModelProto | str | os.PathLike[str], outputs: Sequence[str] | None = None):
         from onnx.reference import ReferenceEvaluator
 
-        bytes_needed = 8 * sum(math.prod(t.dims) for t in model.graph.initializer if t.data_type in _FLOATS)
+        graph = load_model(model, load_external_data=False).graph  # weights are read only if they are not too many
+        bytes_needed = 8 * sum(math.prod(t.dims) for t in graph.initializer if t.data_type in _FLOATS)
         if bytes_needed > MAX_WEIGHT_BYTES:
             raise NoReferenceError(f"its weights take {bytes_needed / 2**30:.1f} GiB in float64")
         try:
-            self._evaluator = ReferenceEvaluator(to_float64(model), new_ops=_custom_ops())
+            self._evaluator = ReferenceEvaluator(to_float64(load_model(model)), new_ops=_custom_ops())
         except Exception as error:
             raise NoReferenceError(_reason(error)) from error
-        self._outputs = list(outputs) if outputs is not None else [o.name for o in model.graph.output]
+        self._outputs = list(outputs) if outputs is not None else [o.name for o in graph.output]
 
     def __call__(self, feeds: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         doubles = {n: v.astype(np.float64) if _is_float(v) else v for n, v in feeds.items()}
