@@ -15,7 +15,7 @@ from ..ops import OPS, PRECISIONS
 from .engine import RULES, Progress, Rewriter
 from .report import Report
 from .rules import Options
-from .storage import save
+from .storage import fits_inline, load_weights, save
 
 KINDS = tuple(rule.kind for rule in RULES)
 
@@ -30,8 +30,11 @@ class RewriteResult:
 
     @property
     def model(self) -> onnx.ModelProto:
-        """The model as a protobuf. Weights that the source keeps in external files stay there, referred to by name."""
-        return ir.to_proto(self.ir_model)
+        """The model as a protobuf, weights included; those in external files stay there if they are too large for one."""
+        proto = ir.to_proto(self.ir_model)
+        if fits_inline(self.ir_model):
+            load_weights(proto, self.ir_model)
+        return proto
 
 
 def rewrite(

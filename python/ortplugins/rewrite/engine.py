@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import onnx_ir as ir
 
 from ..ops import DOMAIN, OPSET_VERSION
-from .facts import Facts, op_of
+from .facts import Facts, Shape, op_of
 from .report import Refused, Report, Site
 from .rules import Match, Options, Rule
 from .rules.attention import AttentionRule
@@ -63,6 +63,7 @@ class Rewriter:
         self._keep = frozenset(keep)
         self._options = options
         self._progress = progress
+        self._calls: dict[object, list[list[tuple[Shape | None, ir.DataType | None]]]] = {}
         self._memo: dict[ir.Graph | ir.Function, dict[object, ir.Value]] = {}
         self._names = Names(set(_used_names(model)))
 
@@ -73,15 +74,44 @@ class Rewriter:
             for inner, _ in list(graphs_of(graph)):
                 sort(inner)
         self._run_on(self.model.graph, self.model.graph.opset_imports, "")
-        for function in self.model.functions.values():
+        # A function is looked at after everything that calls it, for what the calls say about its inputs.
+        for function in self._callers_first():
             self._run_on(function, function.opset_imports, f"{function.domain}::{function.name}")
+            if DOMAIN in function.opset_imports:
+                self.model.graph.opset_imports.setdefault(DOMAIN, OPSET_VERSION)
         self.report.nodes_after = sum(1 for _ in self.model.graph.all_nodes())
         self.report.seconds = time.perf_counter() - start
         return self.report
 
+    def _callers_first(self) -> list[ir.Function]:
+        functions = dict(self.model.functions)
+        callees = {
+            key: [n.op_identifier() for g, _ in graphs_of(f) for n in g if n.op_identifier() in functions] for key, f in functions.items()
+        }
+        out: list[ir.Function] = []
+        seen: set[object] = set()
+
+        def visit(key: object) -> None:
+            if key in seen:
+                return
+            seen.add(key)
+            for callee in callees[key]:
+                visit(callee)
+            out.append(functions[key])
+
+        for key in functions:
+            visit(key)
+        return out[::-1]
+
     def _run_on(self, root: ir.Graph | ir.Function, opsets: dict[str, int], label: str) -> None:
         facts = Facts(root)
+        if isinstance(root, ir.Function):
+            facts.assume(self._calls.get(root.identifier(), []))
         facts.learn()
+        for graph, _ in graphs_of(root):
+            for node in graph:
+                if node.op_identifier() in self.model.functions:
+                    self._calls.setdefault(node.op_identifier(), []).append([(facts.shape(v), facts.dtype(v)) for v in node.inputs])
         sizes = Sizes(root, facts, self._names)
         before = len(self.report.select(status="fused"))
         order = {node: i for i, node in enumerate(n for g, _ in graphs_of(root, label) for n in g)}

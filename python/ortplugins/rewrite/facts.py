@@ -228,6 +228,21 @@ class Facts:
             return out
         return array.astype(object)
 
+    def assume(self, calls: Sequence[Sequence[tuple[Shape | None, ir.DataType | None]]]) -> None:
+        """What all calls of a function say about its inputs: a type that they agree on, sizes that are equal in each."""
+        symbols: dict[tuple[Size, ...], Size] = {}
+        for i, value in enumerate(self._root.inputs):
+            given = [call[i] if i < len(call) else (None, None) for call in calls]
+            dtypes = {dtype for _, dtype in given}
+            shapes = [shape for shape, _ in given]
+            shape = None
+            if shapes and None not in shapes and len({len(s) for s in shapes}) == 1:
+                shape = tuple(
+                    symbols.setdefault(sizes, sizes[0] if isinstance(sizes[0], int) and len(set(sizes)) == 1 else Dim.symbol(f"{value.name}[{axis}]"))
+                    for axis, sizes in enumerate(zip(*shapes))
+                )
+            self.set(value, shape, dtypes.pop() if len(dtypes) == 1 else None)
+
     def learn(self) -> None:
         """Infers everything about the sorted graph and the graphs inside it, in one pass."""
         for value in self._root.inputs:
@@ -976,6 +991,20 @@ def _resized(facts: Facts, node: ir.Node, shape: Shape) -> Shape:
 def at_most(a: Size, b: Size) -> bool:
     """Whether a is known not to exceed b."""
     return a == b or _minimum_of(a, b) or (isinstance(a, int) and isinstance(b, int) and a <= b)
+
+
+@_handles("If", "Loop", "Scan")
+def _control(facts: Facts, node: ir.Node) -> _Result:
+    """Types of the results; shapes where both branches of an If give the same."""
+    bodies = [a.value for a in node.attributes.values() if not a.is_ref() and a.type == ir.AttributeType.GRAPH]
+    skip = 1 if op_of(node) == "Loop" else 0
+    outputs = [list(body.outputs)[skip:] for body in bodies]
+    dtypes = [facts.dtype(v) for v in outputs[0]] if outputs else []
+    shapes: list[Shape | None] = [None] * len(dtypes)
+    if op_of(node) == "If" and len(outputs) == 2:
+        pairs = [(facts.shape(a), facts.shape(b)) for a, b in zip(*outputs)]
+        shapes = [a if a == b else None for a, b in pairs]
+    return _Result(shapes, dtypes)
 
 
 @_handles("Attention")

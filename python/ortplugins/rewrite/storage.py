@@ -8,6 +8,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+import onnx
 import onnx_ir as ir
 
 from .engine import Progress, graphs_of
@@ -22,6 +23,21 @@ def _weights(model: ir.Model) -> Iterator[ir.TensorProtocol]:
         for value in graph.initializers.values():
             if value.const_value is not None:
                 yield value.const_value
+
+
+def fits_inline(model: ir.Model) -> bool:
+    """Whether the model can be one protobuf."""
+    return sum(t.nbytes for t in _weights(model)) <= _INLINE_LIMIT
+
+
+def load_weights(proto: onnx.ModelProto, model: ir.Model) -> None:
+    """Puts the contents of external tensors into the protobuf of a model."""
+    folders = {t.name: t.base_dir for t in _weights(model) if isinstance(t, ir.ExternalTensor)}
+    for tensor in onnx.external_data_helper._get_all_tensors(proto) if folders else ():
+        if tensor.data_location == onnx.TensorProto.EXTERNAL:
+            onnx.external_data_helper.load_external_data_for_tensor(tensor, os.fspath(folders.get(tensor.name, "")))
+            tensor.data_location = onnx.TensorProto.DEFAULT
+            del tensor.external_data[:]
 
 
 def save(model: ir.Model, path: Path, progress: Progress | None = None) -> None:

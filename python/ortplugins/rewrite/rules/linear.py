@@ -15,6 +15,7 @@ from ..tape import Tape
 from . import Match, Options, Replacement, activations
 
 _TYPES = (ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
+_LARGEST_TRANSPOSED = 1 << 29  # bytes: above, the copy would cost more memory than reading it transposed does time
 _QUANTISED = frozenset({"DequantizeLinear", "com.microsoft::DequantizeLinear", "com.microsoft::MatMulNBits"})
 
 
@@ -146,7 +147,8 @@ class LinearRule:
 
     def rewrite(self, plan: Plan, tape: Tape, options: Options) -> Replacement:
         b, trans_b = plan.b, plan.trans_b
-        if trans_b and all(n in plan.nodes or op_of(n) == "Transpose" for n in b.consumers()):
+        own = all(n in plan.nodes or op_of(n) == "Transpose" for n in b.consumers())
+        if trans_b and own and tensor_of(b).nbytes <= _LARGEST_TRANSPOSED and b.is_initializer():
             b, trans_b = tape.transposed(b), False
         bias = plan.bias
         if bias is not None and tape.facts.rank(bias) > 2:

@@ -31,6 +31,7 @@ class Plan:
     flatten: bool  # everything from `axis` on is one row
     scale: float = 1.0
     mask: ir.Value | None = None
+    reference: ir.Attr | None = None  # the axis, where it is an attribute of the function
     negate: bool = False  # a boolean mask that is true where the element has no weight
     nodes: list[ir.Node] = field(default_factory=list)
 
@@ -46,8 +47,11 @@ class SoftmaxRule:
         node = match.centre
         x, y = node.inputs[0], node.outputs[0]
         axis = attr(node, "axis", -1 if facts.opset >= 13 else 1)
-        if axis is REFERENCE:
-            raise Refused("the axis is an attribute of the function, given at each call", node)
+        reference = node.attributes["axis"] if axis is REFERENCE else None
+        if reference is not None:
+            if facts.opset < 13:
+                raise Refused("the axis is an attribute of the function, and what it flattens is not known", node)
+            axis = -1  # what an absent one means, for both operators
         dtype = facts.dtype(x)
         if dtype is None:
             raise Refused(f"the element type of {x.name} is not known", node)
@@ -65,7 +69,7 @@ class SoftmaxRule:
                 flatten = axis != -1
         if rank == 0:
             raise Refused("the input is a scalar", node)
-        plan = Plan(x, y, axis, op_of(node) == "LogSoftmax", flatten, nodes=[node])
+        plan = Plan(x, y, axis, op_of(node) == "LogSoftmax", flatten, reference=reference, nodes=[node])
         if not flatten:
             self._absorb_before(plan, facts)
         if not plan.log:
@@ -123,6 +127,8 @@ class SoftmaxRule:
             mask = tape.op("Not", [mask])
         axis = -1 if plan.flatten or tape.facts.rank(x) == plan.axis + 1 else plan.axis
         node = tape.fused("FusedSoftmax", [x, mask], {"axis": axis, "scale": float(plan.scale), "log": int(plan.log)})
+        if plan.reference is not None:
+            node.attributes.add(ir.RefAttr("axis", plan.reference.ref_attr_name, ir.AttributeType.INT))
         y = node.outputs[0]
         if plan.flatten:
             y = tape.op("Reshape", [y, tape.op("Shape", [plan.x])])
