@@ -70,7 +70,7 @@ def plugin_host() -> ModuleType:
     try:
         return importlib.import_module("_plugin_host")
     except ImportError:
-        pytest.skip("the plugin host is not built: configure with -DORTPLUGINS_TESTS=ON and set ORTPLUGINS_BUILD to the build tree")
+        pytest.skip("the plugin host is not built: install with ORTPLUGINS_TESTS=ON, or set ORTPLUGINS_BUILD to a build tree")
 
 
 def fields(op: str, attrs: Mapping[str, Any], outputs: int = 1) -> list[FieldTuple]:

@@ -211,7 +211,7 @@ def test_engine_in_a_new_process(encoder: Any, tmp_path: pathlib.Path, how: str)
     if how == "register":
         refused = run_child(RUN_ENGINE, *arguments, "unregistered")
         assert refused.stdout.strip() == "refused", refused.stderr
-        assert "Cannot find plugin" in refused.stderr or "getPluginCreator" in refused.stderr
+        assert "Cannot find plugin" in refused.stderr or "not found in Plugin Registry" in refused.stderr
     done = run_child(RUN_ENGINE, *arguments, how)
     assert done.stdout.strip().endswith("done"), done.stderr
     with engine.runner() as runner:

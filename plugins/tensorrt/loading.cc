@@ -54,12 +54,14 @@ using GetVersion = int32_t (*)();
 struct Runtime {
   void* registry = nullptr;        // nvinfer1::IPluginRegistry
   GetObject get_logger = nullptr;  // of the builder or runtime made last; null if there was none
-  int major = 0;
+  int version = 0;  // 10000 * major + 100 * minor + patch
   bool is_rtx = false;
 
+  // TensorRT-RTX, whose versions begin at 1.0, took the step with 1.5.
+  bool is_11() const { return version >= (is_rtx ? 10500 : 110000); }
   const Layout* layout() const {
-    if (is_rtx || major >= 11) return &kLayout11;
-    return major == 10 ? &kLayout10 : nullptr;  // before 10 there is no IPluginV3
+    if (is_11()) return &kLayout11;
+    return version >= (is_rtx ? 10000 : 100000) ? &kLayout10 : nullptr;  // before 10 there is no IPluginV3
   }
 };
 
@@ -88,7 +90,7 @@ void add_runtime(void* handle, std::string_view path, std::vector<Runtime>* runt
   Runtime runtime;
   runtime.registry = get_registry();
   runtime.get_logger = reinterpret_cast<GetObject>(dlsym(handle, "getLogger"));
-  runtime.major = get_version() / 10000;  // TensorRT 8 and older count in thousands, which gives 0
+  runtime.version = get_version();
   runtime.is_rtx = file_name(path).starts_with("libtensorrt_rtx");
   if (runtime.registry == nullptr) return;
   for (const Runtime& known : *runtimes) {
@@ -231,7 +233,7 @@ void log(Severity severity, const std::string& text) noexcept {
 bool types_are_given() noexcept {
   try {
     const std::vector<Runtime> runtimes = loaded_runtimes();
-    return std::all_of(runtimes.begin(), runtimes.end(), [](const Runtime& r) { return r.is_rtx || r.major >= 11; });
+    return std::all_of(runtimes.begin(), runtimes.end(), [](const Runtime& r) { return r.is_rtx || r.is_11(); });
   } catch (...) {
     return false;
   }
