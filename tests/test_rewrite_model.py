@@ -132,10 +132,22 @@ def test_nested_functions() -> None:
                                  [helper.make_node("Attend", ["a", "a", "a"], ["b"], domain="local"), helper.make_node("Relu", ["b"], ["c"])],
                                  [helper.make_opsetid("", 17), helper.make_opsetid("local", 1)])
     model = _model([helper.make_node("Twice", ["x"], ["y"], domain="local")], [_value("x", HEADS)], [_value("y", HEADS)], functions=[outer, inner])
-    # The checker's inference needs the type of a call's result, and does not get it from an op that it does not know.
-    result = check(model, _feeds("x"), infer=False)
+    result = check(model, _feeds("x"))
+    (site,) = sites(result, "attention")
+    assert site.status == "skipped" and "called by another, Twice" in site.reason
+
+
+def test_function_whose_result_is_used() -> None:
+    """The type of the call's result is written down, since nothing can infer it any more."""
+    function = helper.make_function("local", "Attend", ["q", "k", "v"], ["o"], _attention_nodes("q", "k", "v", "o"), [helper.make_opsetid("", 17)])
+    calls = [helper.make_node("Attend", ["x", "x", "x"], ["h"], domain="local"), helper.make_node("Attend", ["h", "x", "h"], ["i"], domain="local"),
+             helper.make_node("Relu", ["i"], ["y"])]
+    model = _model(calls, [_value("x", HEADS)], [_value("y", HEADS)], functions=[function])
+    model.graph.value_info.append(_value("h", HEADS))
+    result = check(model, _feeds("x"))
     (site,) = sites(result, "attention")
     assert (site.status, site.graph) == ("fused", "local::Attend")
+    assert "i" in {v.name for v in result.model.graph.value_info}
 
 
 def test_function_called_with_two_types_is_refused() -> None:

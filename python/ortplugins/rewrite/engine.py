@@ -83,6 +83,33 @@ class Rewriter:
         self.report.seconds = time.perf_counter() - start
         return self.report
 
+    def _obstacle(self, root: ir.Graph | ir.Function, facts: Facts) -> str | None:
+        """Why nothing may be replaced in a function.
+
+        ONNX infers the results of a call from the function's body, and gives up at an operator that it does not know. In a
+        graph the types of the results can be written down beside the call; in another function they cannot.
+        """
+        if not isinstance(root, ir.Function):
+            return None
+        for caller in self.model.functions.values():
+            if any(n.op_identifier() == root.identifier() for g, _ in graphs_of(caller) for n in g):
+                return f"the function is called by another, {caller.name}, which would not know the types of its results"
+        unknown = next((v for v in root.outputs if facts.dtype(v) is None), None)
+        return None if unknown is None else f"the element type of the function's result {unknown.name} is not known"
+
+    def _note_types(self, function: ir.Function, facts: Facts) -> None:
+        """Writes down the types of the results of all calls of a function."""
+        for graph, _ in graphs_of(self.model.graph):
+            for node in graph:
+                if node.op_identifier() != function.identifier():
+                    continue
+                for result, inner in zip(node.outputs, function.outputs):
+                    shape = facts.shape(inner)
+                    if result.type is None:
+                        result.type = ir.TensorType(facts.dtype(inner))
+                    if result.shape is None and shape is not None:
+                        result.shape = ir.Shape([d if isinstance(d, int) else None for d in shape])
+
     def _callers_first(self) -> list[ir.Function]:
         functions = dict(self.model.functions)
         callees = {
@@ -113,6 +140,7 @@ class Rewriter:
                 if node.op_identifier() in self.model.functions:
                     self._calls.setdefault(node.op_identifier(), []).append([(facts.shape(v), facts.dtype(v)) for v in node.inputs])
         sizes = Sizes(root, facts, self._names)
+        obstacle = self._obstacle(root, facts)
         before = len(self.report.select(status="fused"))
         order = {node: i for i, node in enumerate(n for g, _ in graphs_of(root, label) for n in g)}
         sites: list[tuple[int, Site]] = []
@@ -123,7 +151,7 @@ class Rewriter:
                         continue  # removed with an earlier site
                     match = rule.pattern(node, facts)
                     if match is not None:
-                        sites.append((order.get(node, len(order)), self._apply(rule, match, facts, sizes, graph, path)))
+                        sites.append((order.get(node, len(order)), self._apply(rule, match, facts, sizes, graph, path, obstacle)))
         made = list(sizes.nodes)
         sizes.nodes.clear()
         sweep(made, facts, sizes)
@@ -131,10 +159,21 @@ class Rewriter:
         self.report.sites += [s for _, s in sites]
         if len(self.report.select(status="fused")) > before:
             opsets.setdefault(DOMAIN, OPSET_VERSION)
+            if isinstance(root, ir.Function):
+                self._note_types(root, facts)
             for graph, _ in graphs_of(root):
                 sort(graph)
 
-    def _apply(self, rule: Rule, match: Match, facts: Facts, sizes: Sizes, graph: ir.Graph | ir.Function, path: str) -> Site:
+    def _apply(
+        self,
+        rule: Rule,
+        match: Match,
+        facts: Facts,
+        sizes: Sizes,
+        graph: ir.Graph | ir.Function,
+        path: str,
+        obstacle: str | None,
+    ) -> Site:
         names = [_name(n) for n in match.nodes]
 
         def skipped(reason: str, fault: object = None) -> Site:
@@ -142,6 +181,8 @@ class Rewriter:
 
         if (self._only is not None and rule.kind not in self._only) or rule.kind in self._skip:
             return skipped("the rule is switched off")
+        if obstacle is not None:
+            return skipped(obstacle)
         tape = None
         try:
             plan = rule.check(match, facts, self._options)
