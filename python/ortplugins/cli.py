@@ -232,7 +232,7 @@ def compare(
     """Run both models on the same inputs; compare outputs and latency.
 
     Without REWRITTEN.onnx the original is rewritten first. The original is also evaluated in float64: the rewritten
-    model may have at most twice the original's own error (and four units in the last place of the largest value). Where
+    model may have at most twice the original's own error (and eight units in the last place of the largest value). Where
     the graph cannot be evaluated in float64, the table says so and a stated bound is used. NaN never passes. The exit
     status is 1 when an output is out of its bound.
 

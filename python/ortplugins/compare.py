@@ -42,7 +42,7 @@ _IMPLAUSIBLE = 50.0
 
 # Errors are maxima over few elements, so that one side may be exact by luck: this many units in the last place of the
 # largest value are granted in any case.
-_FLOOR_ULPS = 4.0
+_FLOOR_ULPS = 8.0
 
 
 @dataclass
@@ -139,7 +139,7 @@ def compare(
             vocabulary, padded masks (see :func:`ortplugins.inputs.make_inputs`).
         sizes, batch, length: sizes of symbolic dimensions, when inputs are made. Without any, two shapes are tried.
         atol: largest absolute difference allowed between the two models. By default the bound comes from float64: the
-            rewritten model may have at most twice the original's error plus four units in the last place of the
+            rewritten model may have at most twice the original's error plus eight units in the last place of the
             output's largest value. Where the graph has no float64 reference, ``STATED_BOUND`` limits the difference.
         layers: also compare every intermediate tensor that both graphs have (``Comparison.layers``).
         latency: also measure both models, in alternation, for at least ``min_seconds``.
