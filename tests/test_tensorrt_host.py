@@ -59,7 +59,7 @@ class Case:
             elif i[0] == "int64":
                 arrays.append(rng.integers(1, values["S"] + 1, self.shape(i[1], values)))
             else:
-                arrays.append(random_tensor(rng, self.shape(i[1], values), dtype))
+                arrays.append(np.asarray(random_tensor(rng, self.shape(i[1], values), dtype), numpy_dtype(dtype)))
         return arrays
 
     def expected(self, arrays: list[np.ndarray | None]) -> list[np.ndarray]:
