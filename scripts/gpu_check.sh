@@ -63,7 +63,8 @@ for s in "${stages[@]}"; do
     sanitize)
       for tool in memcheck racecheck; do
         stage "sanitize-$tool" compute-sanitizer --tool "$tool" --error-exitcode 9 --target-processes all \
-          "$PYTHON" -m pytest -q -m "gpu and small" -p no:cacheprovider tests/test_softmax.py tests/test_gemm.py tests/test_attention.py tests/test_layer_norm.py
+          "$PYTHON" -m pytest -q -m "gpu and small" -p no:cacheprovider tests/test_softmax.py tests/test_gemm.py tests/test_attention.py tests/test_layer_norm.py \
+          tests/test_tensorrt_host.py
       done
       ;;
     bench:*) stage "bench-${s#bench:}" "$PYTHON" -m ortplugins.cli bench ${s#bench:} --provider cuda --json "$OUT/${s#bench:}.json" ;;
