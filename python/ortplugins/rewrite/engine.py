@@ -237,9 +237,9 @@ class Rewriter:
             old.replace_all_uses_with(new, replace_graph_outputs=True)
             new.name, old.name = old.name, new.name
         sweep([*(old.producer() for old, _ in values), *old_nodes], facts, sizes)
-        for node in tape.nodes:
-            if node.domain == DOMAIN and centre.graph is None and centre.name:
-                node.name = centre.name
+        main = [node for node in tape.nodes if node.domain == DOMAIN][-1]
+        if centre.graph is None and centre.name:
+            main.name = centre.name
 
 
 def _name(node: ir.Node) -> str:

@@ -1022,6 +1022,11 @@ def _attention(facts: Facts, node: ir.Node) -> _Result:
     return _Result([(q[0], q[1], width)], dtypes)
 
 
+@_handles("com.microsoft::MultiHeadAttention", "com.microsoft::Attention", "com.microsoft::GroupQueryAttention")
+def _microsoft_attention(facts: Facts, node: ir.Node) -> _Result:
+    return _Result([], [facts.dtype(node.inputs[0])] * len(node.outputs))
+
+
 @_handles("DequantizeLinear")
 def _dequantize(facts: Facts, node: ir.Node) -> _Result:
     return _one(facts.shape(node.inputs[0]), facts.dtype(node.inputs[1]))

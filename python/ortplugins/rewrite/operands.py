@@ -6,13 +6,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import onnx_ir as ir
 
 from .facts import REFERENCE, Facts, attr, op_of
 from .layout import Arrangement, Factor, permute, regroup, resolve, unpermute
+from .tape import Tape
 
 _RESHAPES = frozenset({"Reshape", "Unsqueeze", "Squeeze", "Flatten"})
 
@@ -22,6 +23,7 @@ class Level:
     """A tensor that holds an operand: `scale` times it, in this arrangement, is the operand.
 
     `kept_cost` counts the data-moving nodes between the deepest level and this one that stay alive if this one is read.
+    `make` writes the nodes that compute the tensor from `value`, where it does not exist yet.
     """
 
     value: ir.Value
@@ -29,6 +31,10 @@ class Level:
     scale: float = 1.0
     nodes: tuple[ir.Node, ...] = ()
     kept_cost: int = 0
+    make: Callable[[Tape], ir.Value] | None = None
+
+    def read(self, tape: Tape) -> ir.Value:
+        return self.value if self.make is None else self.make(tape)
 
 
 def scalar_operand(facts: Facts, node: ir.Node, value: ir.Value) -> float | None:

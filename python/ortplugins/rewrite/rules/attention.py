@@ -9,9 +9,10 @@ broadcasts to the scores, a head is an axis that both products treat as a batch.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import onnx_ir as ir
 
 from ..facts import REFERENCE, Facts, at_most, attr, op_of, tensor_of
@@ -163,7 +164,7 @@ class AttentionRule:
     op = "FusedAttention"
 
     def pattern(self, node: ir.Node, facts: Facts) -> Match | None:
-        if op_of(node) == "Attention":
+        if op_of(node) in _WHOLE:
             return Match(node, [node])
         if op_of(node) != "Softmax":
             return None
@@ -176,8 +177,9 @@ class AttentionRule:
         return Match(node, [*(n for n, _ in reversed(paths[0])), node, after], paths)
 
     def check(self, match: Match, facts: Facts, options: Options) -> Plan:
-        if op_of(match.centre) == "Attention":
-            return _choose_layout(facts, _standard(facts, match.centre))
+        whole = _WHOLE.get(op_of(match.centre))
+        if whole is not None:
+            return _choose_layout(facts, whole(facts, match.centre))
         first: Refused | None = None
         for path in match.found:
             try:
@@ -193,15 +195,15 @@ class AttentionRule:
         target_k = _forms(problem, plan.heads_kv, problem.kv, problem.d)[plan.layout, plan.rank]
         target_v = _forms(problem, plan.heads_kv, problem.kv, problem.dv)[plan.layout, plan.rank]
         target_y = _forms(problem, plan.heads_q, problem.sq, problem.dv)[plan.layout, plan.rank]
-        q = plan.q.value
+        q = plan.q.read(tape)
         for factor in problem.q_factors:
             q = tape.op("Mul", [q, factor.value])
         mask = masks.emit(plan.masks, _canonical(problem), problem.dtype, tape)
         heads, kv_heads = (int(_count(h)) if plan.rank == 3 else 0 for h in (plan.heads_q, plan.heads_kv))
         inputs = [
             tape.arrange(q, plan.q.arrangement, target),
-            tape.arrange(plan.k.value, plan.k.arrangement, target_k),
-            tape.arrange(plan.v.value, plan.v.arrangement, target_v),
+            tape.arrange(plan.k.read(tape), plan.k.arrangement, target_k),
+            tape.arrange(plan.v.read(tape), plan.v.arrangement, target_v),
             mask,
             problem.past_k,
             problem.past_v,
@@ -650,6 +652,164 @@ def _standard(facts: Facts, node: ir.Node) -> Problem:
     )
 
 
+# -- com.microsoft
+
+
+def _not_referring(node: ir.Node) -> None:
+    if any(a.is_ref() for a in node.attributes.values()):
+        raise Refused("an attribute of the node is an attribute of the function", node)
+
+
+def _inputs(node: ir.Node, count: int) -> list[ir.Value | None]:
+    return [*node.inputs, *[None] * (count - len(node.inputs))][:count]
+
+
+def _padding(facts: Facts, node: ir.Node, mask: ir.Value, dtype: ir.DataType) -> Term:
+    """A mask of 0 and 1, (batch, keys) or (batch, query, key): what is not above 0 gets a finite number added."""
+    rank = facts.rank(mask)
+    if rank not in (2, 3):
+        raise Refused("the padding mask is not of rank 2 or 3", node)
+    fill = float(attr(node, "mask_filter_value", -10000.0))
+
+    def make(tape: Tape) -> ir.Value:
+        value = tape.op("Reshape", [mask, tape.ints([0, 1, 1, -1])]) if rank == 2 else tape.op("Unsqueeze", [mask, tape.ints([1])])
+        keep = tape.op("Greater", [value, tape.constant(np.array(0, facts.dtype(mask).numpy()))])
+        return tape.op("Where", [keep, tape.constant(np.array(0, dtype.numpy())), tape.constant(np.array(fill, dtype.numpy()))])
+
+    if rank == 3 and facts.opset < 13:
+        raise Refused("a padding mask of rank 3 needs opset 13", node)
+    return Term(mask, [], node, factor=1.0, make=make)
+
+
+def _multi_head_attention(facts: Facts, node: ir.Node) -> Problem:
+    """com.microsoft MultiHeadAttention with separate queries, keys and values."""
+    _not_referring(node)
+    q, k, v, bias, padding, added, past_k, past_v, *more = _inputs(node, 10)
+    outputs = [*node.outputs, *[None] * (4 - len(node.outputs))]
+    used = [o is not None and bool(o.uses() or o.is_graph_output()) for o in outputs]
+    if k is None or v is None:
+        raise Refused("queries, keys and values are packed into one tensor", node)
+    if used[3]:
+        raise Refused("the node gives its scores out", node)
+    if any(x is not None for x in more):
+        raise Refused("the cache is updated in place", node)
+    shapes = [facts.shape(x) for x in (q, k, v)]
+    n = attr(node, "num_heads")
+    if any(s is None for s in shapes) or len(shapes[0]) != 3 or len(shapes[1]) != len(shapes[2]) or len(shapes[1]) not in (3, 4):
+        raise Refused("the ranks of the inputs are not 3, or 4 for keys and values", node)
+    qs, ks, vs = shapes
+    bnsh = len(ks) == 4
+    d = exact_div(qs[2], n)
+    dv = vs[3] if bnsh else exact_div(vs[2], n)
+    if not isinstance(d, int) or dv is None:
+        raise Refused("the head size is not known", node)
+    past = facts.shape(past_k) if past_k is not None else (0, 0, 0, 0)
+    if past is None or (past_k is None) != (past_v is None):
+        raise Refused("the cache is not known to be two tensors of rank 4", node)
+    if bnsh and (past_k is not None or bias is not None):
+        raise Refused("keys of rank 4 together with a cache or a bias", node)
+    b, s, own = Factor("b", qs[0]), Factor("s", qs[1]), Factor("k", ks[2] if bnsh else ks[1])
+    heads, dim, dim_v = Factor("n", n), Factor("d", d), Factor("v", dv)
+    j = Factor("j", own.size + past[2]) if past_k is not None else own
+
+    def kv(last: Factor) -> Arrangement:
+        return [[b], [heads], [own], [last]] if bnsh else [[b], [own], [heads, last]]
+
+    levels = [Level(q, [[b], [s], [heads, dim]]), Level(k, kv(dim)), Level(v, kv(dim_v))]
+    if bias is not None:
+        if tensor_of(bias) is None:
+            raise Refused("the bias is computed in the graph", node)
+        start = 0
+        for level, width in zip(levels, (qs[2], ks[2], vs[2])):
+            if not isinstance(width, int):
+                raise Refused("the head size is not known", node)
+            level.make = _with_bias(level.value, bias, start, start + width)
+            start += width
+    dtype = facts.dtype(q)
+    terms = []
+    if padding is not None:
+        if dtype not in _TYPES:
+            raise Refused("the element type is not known", node)
+        terms.append(_padding(facts, node, padding, dtype))
+    if added is not None:
+        terms.append(Term(added, [[b], [heads], [s], [j]], node))
+    scale = attr(node, "scale", 0.0)
+    return Problem(
+        q=levels[0], k=levels[1], v=levels[2], out=Level(node.outputs[0], [[b], [s], [heads, dim_v]]),
+        batch=[b], heads=[heads], sq=s, sk=j, d=dim, dv=dim_v, scale=float(scale) or 1.0 / math.sqrt(d), terms=terms, nodes=[node],
+        is_causal=bool(attr(node, "unidirectional", 0)), past_k=past_k, past_v=past_v, own=own if past_k is not None else None,
+        present_k=outputs[1] if used[1] else None, present_v=outputs[2] if used[2] else None,
+    )
+
+
+def _with_bias(value: ir.Value, bias: ir.Value, start: int, stop: int) -> Callable[[Tape], ir.Value]:
+    return lambda tape: tape.op("Add", [value, tape.folded(bias, lambda t: t[start:stop])])
+
+
+def _projected_attention(facts: Facts, node: ir.Node) -> Problem:
+    """com.microsoft Attention: one weight projects the input to queries, keys and values."""
+    _not_referring(node)
+    x, w, bias, mask, past, added, length = _inputs(node, 7)
+    if past is not None or length is not None or any(o.uses() or o.is_graph_output() for o in node.outputs[1:]):
+        raise Refused("the cache of both keys and values is one tensor", node)
+    if attr(node, "do_rotary", 0):
+        raise Refused("the node rotates queries and keys", node)
+    weight, shape = tensor_of(w), facts.shape(x)
+    if weight is None or not w.is_initializer() or (bias is not None and tensor_of(bias) is None):
+        raise Refused("the weight or the bias is computed in the graph", node)
+    if shape is None or len(shape) != 3:
+        raise Refused("the rank of the input is not 3", node)
+    dtype = facts.dtype(x)
+    if dtype not in _TYPES:
+        raise Refused("the element type is not one that the operator takes", node)
+    n = attr(node, "num_heads")
+    total = int(weight.shape[1])
+    widths = [int(u) for u in attr(node, "qkv_hidden_sizes", [total // 3] * 3)]
+    if any(u % n for u in widths) or sum(widths) != total:
+        raise Refused("the projections are not whole heads", node)
+    b, s = Factor("b", shape[0]), Factor("s", shape[1])
+    own, heads = Factor("k", shape[1]), Factor("n", n)
+    dim, dim_v = Factor("d", widths[0] // n), Factor("v", widths[2] // n)
+    levels, start = [], 0
+    for i, (width, last) in enumerate(zip(widths, (dim, dim, dim_v))):
+        level = Level(x, [[b], [own if i else s], [heads, last]])
+        level.make = _projection(x, w, bias, start, start + width)
+        levels.append(level)
+        start += width
+    terms = []
+    if mask is not None:
+        terms.append(_padding(facts, node, mask, dtype))
+    if added is not None:
+        terms.append(Term(added, [[b], [heads], [s], [own]], node))
+    scale = attr(node, "scale", 0.0)
+    return Problem(
+        q=levels[0], k=levels[1], v=levels[2], out=Level(node.outputs[0], [[b], [s], [heads, dim_v]]),
+        batch=[b], heads=[heads], sq=s, sk=own, d=dim, dv=dim_v, scale=float(scale) or 1.0 / math.sqrt(widths[0] // n), terms=terms,
+        nodes=[node], is_causal=bool(attr(node, "unidirectional", 0)),
+    )
+
+
+def _projection(x: ir.Value, w: ir.Value, bias: ir.Value | None, start: int, stop: int) -> Callable[[Tape], ir.Value]:
+    def make(tape: Tape) -> ir.Value:
+        inputs = [x, tape.folded(w, lambda t: t[:, start:stop]), None if bias is None else tape.folded(bias, lambda t: t[start:stop])]
+        return tape.fused("FusedGemm", inputs, {}).outputs[0]
+
+    return make
+
+
+def _grouped_query_attention(facts: Facts, node: ir.Node) -> Problem:
+    raise Refused("GroupQueryAttention writes new keys into its cache at positions that are only known at run time", node)
+
+
+_WHOLE: dict[str, Callable[[Facts, ir.Node], Problem]] = {
+    "Attention": _standard,
+    "com.microsoft::MultiHeadAttention": _multi_head_attention,
+    "com.microsoft::Attention": _projected_attention,
+    "com.microsoft::GroupQueryAttention": _grouped_query_attention,
+}
+"""Operators that are a whole attention."""
+
+
 # -- layouts
 
 
@@ -784,6 +944,8 @@ def _joined(
 
 
 def _upstream_of_type(facts: Facts, level: Level, dtype: ir.DataType) -> list[Level]:
+    if level.make is not None:
+        return [level]
     return [x for x in upstream(facts, level.value, resolve(level.arrangement)) if facts.dtype(x.value) == dtype]
 
 
@@ -827,6 +989,8 @@ def _canonical(problem: Problem) -> Arrangement:
 
 
 def _check_term(facts: Facts, problem: Problem, term: Term) -> None:
+    if term.make is not None:
+        return
     shape = facts.shape(term.value)
     if shape is None:
         raise Refused(f"the rank of the mask {term.value.name} is not known", term.node)
@@ -839,10 +1003,10 @@ def _check_term(facts: Facts, problem: Problem, term: Term) -> None:
 
 def _reduce_masks(facts: Facts, problem: Problem, offset: Size) -> masks.Masks:
     """The masks with causality and windows taken out; those that stay must be of a type that the operator takes."""
-    lines = [not t.whole and same(t.arrangement[-2:], [problem.sq.leaves(), problem.sk.leaves()]) for t in problem.terms]
+    lines = [not t.whole and t.make is None and same(t.arrangement[-2:], [problem.sq.leaves(), problem.sk.leaves()]) for t in problem.terms]
     reduced = masks.reduce_masks(facts, problem.terms, offset, lines)
     for step in reduced.steps:
-        if isinstance(step, Term) and facts.dtype(step.value) != problem.dtype:
+        if isinstance(step, Term) and step.make is None and facts.dtype(step.value) != problem.dtype:
             dtype = facts.dtype(step.value)
             name = "unknown" if dtype is None else dtype.name
             raise Refused(f"the mask is of type {name}, the operator takes {problem.dtype.name} and BOOL", step.node)

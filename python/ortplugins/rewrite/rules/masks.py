@@ -13,7 +13,7 @@ of a mask where it is the only condition: then every row sees a key.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -40,6 +40,7 @@ class Term:
     fill: float | None = None  # None: added; else a choice: where it is not kept, the score becomes this
     keep: bool = True  # the value is true where the score is kept
     whole: bool = False  # passed to the operator as it is
+    make: Callable[[Tape], ir.Value] | None = None  # writes the nodes that compute what is added from `value`
 
 
 @dataclass
@@ -438,7 +439,7 @@ def _emit(masks: Masks, canonical: Arrangement, dtype: ir.DataType, tape: Tape) 
     kept: ir.Value | None = None
     for step in masks.steps:
         if isinstance(step, Term):
-            value = to_canonical(step.value, step, canonical, tape)
+            value = to_canonical(step.value, step, canonical, tape) if step.make is None else step.make(tape)
             if step.factor != 1.0:
                 value = tape.op("Mul", [value, number(step.factor)])
             added = value if added is None else tape.op("Add", [added, value])
