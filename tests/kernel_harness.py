@@ -1,9 +1,9 @@
-"""Runs kernels for tests: each variant on its device, between guard values and at odd addresses."""
+"""Runs kernels for tests: each variant on its device, between guard values, at odd addresses and at aligned ones."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import onnxruntime
@@ -13,7 +13,10 @@ from ort_models import run_op
 from ortplugins import native, ops
 
 GUARD_ELEMENTS = 67
-"""Elements in front of and behind every tensor; odd, so that no tensor starts on a vector's boundary."""
+"""Least number of elements in front of and behind every tensor."""
+
+ALIGNMENT = 256
+"""Bytes: what runtimes align their tensors to."""
 
 EPSILON = {"float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}
 """Distance from 1 to the next number of each type."""
@@ -21,9 +24,18 @@ EPSILON = {"float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}
 _CPU_ISAS = ("generic", "avx2", "avx512")
 
 
+class Row(NamedTuple):
+    """What a kernel test runs: a row of the variant table (or of ``RUNTIME_ROWS``) on tensors that are aligned or not."""
+
+    id: int
+    name: str
+    device: str
+    aligned: bool = False
+
+
 RUNTIME_ROWS = {
-    "onnxruntime_cpu": native.VariantInfo(0, "onnxruntime_cpu", "cpu"),
-    "onnxruntime_cuda": native.VariantInfo(0, "onnxruntime_cuda", "cuda"),
+    "onnxruntime_cpu": Row(0, "onnxruntime_cpu", "cpu"),
+    "onnxruntime_cuda": Row(0, "onnxruntime_cuda", "cuda"),
 }
 """Beside the rows of the table: what the op's own choice gives in an ONNX Runtime session on either provider."""
 
@@ -33,15 +45,18 @@ PROVIDERS = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
 def variant_params(op: str) -> list[Any]:
     """A pytest parameter for each row of the op's variant table, and for ONNX Runtime on each provider.
 
-    What runs on CUDA carries the marker ``gpu``.
+    Each row runs on tensors that start off every vector's boundary; on CUDA, where aligned tensors take other loads, on
+    aligned ones too. What runs on CUDA carries the marker ``gpu``.
     """
     params = []
-    for row in native.variants(op):
+    for row in (Row(*info) for info in native.variants(op)):
         marks = [pytest.mark.gpu] if row.device == "cuda" else []
         isa = row.name.rsplit("_", 1)[-1]
         if row.device == "cpu" and isa in _CPU_ISAS and _CPU_ISAS.index(isa) > _CPU_ISAS.index(native.cpu_isa()):
             marks.append(pytest.mark.skip(reason=f"this processor has no {isa}"))
         params.append(pytest.param(row, id=row.name, marks=marks))
+        if row.device == "cuda":
+            params.append(pytest.param(row._replace(aligned=True), id=f"{row.name}-aligned", marks=marks))
     for row in RUNTIME_ROWS.values():
         marks = [pytest.mark.gpu] if row.device == "cuda" else []
         if row.device == "cuda" and PROVIDERS["cuda"] not in onnxruntime.get_available_providers():
@@ -69,20 +84,28 @@ def _guard_value(dtype: np.dtype) -> Any:
 class Guarded:
     """An array between guard values: NaN for floating point, so that a read beyond an input shows in the result."""
 
-    def __init__(self, shape: Sequence[int], dtype: np.dtype):
+    def __init__(self, shape: Sequence[int], dtype: np.dtype, aligned: bool = False):
         size = int(np.prod(shape, dtype=np.int64))
-        self._buffer = np.full(size + 2 * GUARD_ELEMENTS, _guard_value(dtype), dtype)
-        self.array = self._buffer[GUARD_ELEMENTS : GUARD_ELEMENTS + size].reshape(shape)
+        first = GUARD_ELEMENTS  # odd, so that the tensor starts off every vector's boundary
+        room = ALIGNMENT // dtype.itemsize
+        self._buffer = np.full(size + 2 * GUARD_ELEMENTS + room, _guard_value(dtype), dtype)
+        misaligned = (self._buffer.ctypes.data + first * dtype.itemsize) % ALIGNMENT
+        if aligned:
+            first += (-misaligned % ALIGNMENT) // dtype.itemsize
+        elif misaligned % 16 == 0:
+            first += 1
+        self._tensor = slice(first, first + size)
+        self.array = self._buffer[self._tensor].reshape(shape)
         self._guards = self._guard_bytes()
 
     @classmethod
-    def of(cls, values: np.ndarray) -> Guarded:
-        guarded = cls(values.shape, values.dtype)
+    def of(cls, values: np.ndarray, aligned: bool = False) -> Guarded:
+        guarded = cls(values.shape, values.dtype, aligned)
         guarded.array[...] = values
         return guarded
 
     def _guard_bytes(self) -> bytes:
-        return self._buffer[:GUARD_ELEMENTS].tobytes() + self._buffer[-GUARD_ELEMENTS:].tobytes()
+        return self._buffer[: self._tensor.start].tobytes() + self._buffer[self._tensor.stop :].tobytes()
 
     def check(self) -> None:
         assert self._guard_bytes() == self._guards, "a kernel wrote outside of its output"
@@ -90,7 +113,7 @@ class Guarded:
 
 def run_variant(
     op: str,
-    variant: native.VariantInfo,
+    variant: Row,
     inputs: Sequence[np.ndarray | None],
     attrs: Mapping[str, Any] | None = None,
     *,
@@ -105,11 +128,11 @@ def run_variant(
     if variant.name in RUNTIME_ROWS:
         constants = [i for i, t in enumerate(inputs) if prepack and i > 0 and t is not None]
         return run_op(op, inputs, attrs, provider=PROVIDERS[variant.device], output_count=output_count, constants=constants)
-    guarded = [None if t is None else Guarded.of(t) for t in inputs]
+    guarded = [None if t is None else Guarded.of(t, variant.aligned) for t in inputs]
     arrays = [None if g is None else g.array for g in guarded]
     shapes = native.infer_shapes(op, arrays, attrs)[:output_count]
     types = [inputs[0].dtype if t.dtypes[0] == "T" else numpy_dtype(t.dtypes[0]) for t in ops.find(op).outputs]
-    outputs = [Guarded(shape, dtype) for shape, dtype in zip(shapes, types)]
+    outputs = [Guarded(shape, dtype, variant.aligned) for shape, dtype in zip(shapes, types)]
     try:
         native.run(op, arrays, attrs, outputs=[o.array for o in outputs], variant=variant.name, device=variant.device, threads=threads,
                    prepack=prepack)

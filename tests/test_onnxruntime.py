@@ -324,9 +324,10 @@ def test_results_follow_the_stream(op: str) -> None:
     session = make_session(model, PROVIDERS["cuda"], provider_options={"use_tf32": "0"})
     xs = [random(1, n, n, seed=i) for i in range(3)]
     expected = [session.run(None, {"x": x})[0] for x in xs]
-    assert len({float(e) for e in expected}) == len(xs)
+    assert np.abs(np.diff(np.sort(np.ravel(expected)))).min() > 1e-4 * np.abs(expected).max()
     for i in range(120):
-        np.testing.assert_array_equal(session.run(None, {"x": xs[i % len(xs)]})[0], expected[i % len(xs)])
+        actual, = session.run(None, {"x": xs[i % len(xs)]})
+        np.testing.assert_allclose(actual, expected[i % len(xs)], rtol=1e-5)  # the stock ReduceSum adds in any order
 
 
 def demo_model() -> pathlib.Path:

@@ -181,12 +181,17 @@ def run(
 
 def _run_copied(op: str, inputs: Sequence[TensorLike], attrs: dict[str, Any], results: list[TensorLike], *, variant: str | None,
                 ordinal: int) -> list[np.ndarray]:
-    # Arrays keep their misalignment within 256 bytes on the device, so that tests of unaligned pointers mean the same.
-    offsets = {id(t): t.ctypes.data % 256 for t in (*inputs, *results) if t is not None}
-    buffers = {id(t): CudaBuffer.of(t, offsets[id(t)]) for t in (*inputs, *results) if t is not None}
+    # What surrounds a view goes to the device with it, at the same misalignment, so that tests of unaligned pointers and of
+    # guard values mean the same there.
+    owners = {id(t): _owner(t) for t in (*inputs, *results) if t is not None}
+    offsets = {key: owner.ctypes.data % 256 for key, owner in owners.items()}
+    buffers = {key: CudaBuffer.of(owner, offsets[key]) for key, owner in owners.items()}
 
     def on_device(t: np.ndarray | None) -> DeviceTensor | None:
-        return None if t is None else DeviceTensor(buffers[id(t)].address + offsets[id(t)], t.dtype.name, t.shape)
+        if t is None:
+            return None
+        address = buffers[id(t)].address + offsets[id(t)] + t.ctypes.data - owners[id(t)].ctypes.data
+        return DeviceTensor(address, t.dtype.name, t.shape)
 
     device_inputs, device_outputs = [on_device(t) for t in inputs], [on_device(t) for t in results]
     nbytes = workspace_bytes(op, device_inputs, device_outputs, attrs, variant=variant, device="cuda", ordinal=ordinal)
@@ -195,5 +200,13 @@ def _run_copied(op: str, inputs: Sequence[TensorLike], attrs: dict[str, Any], re
         workspace=(scratch.address, nbytes) if scratch else (0, 0))
     arrays = [t for t in results if t is not None]
     for t in arrays:
-        buffers[id(t)].copy_to(t, offsets[id(t)])
+        buffers[id(t)].copy_to(owners[id(t)], offsets[id(t)])
     return arrays
+
+
+def _owner(t: np.ndarray) -> np.ndarray:
+    """The array that ``t`` is a view of, if that is all of one contiguous piece of memory; else ``t``."""
+    base = t.base
+    while isinstance(base, np.ndarray) and isinstance(base.base, np.ndarray):
+        base = base.base
+    return base if isinstance(base, np.ndarray) and base.flags.c_contiguous and base.flags.writeable else t

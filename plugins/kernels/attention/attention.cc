@@ -100,7 +100,9 @@ Status bind(const OpArgs& args, AttentionParams* p) {
   if (in[input::kTotalLengths].present()) p->total_lengths = static_cast<const int64_t*>(in[input::kTotalLengths].data);
   if (in[input::kMask].present()) ORTPLUGINS_RETURN_IF_ERROR(bind_mask(in[input::kMask], p));
 
-  p->scale = attrs[attr::kScale].is_set ? attrs[attr::kScale].f : 1.0F / std::sqrt(static_cast<float>(p->head_dim));
+  // Without a head dimension every score is an empty sum: any finite scale gives the zeros that it must.
+  const float default_scale = p->head_dim > 0 ? 1.0F / std::sqrt(static_cast<float>(p->head_dim)) : 1.0F;
+  p->scale = attrs[attr::kScale].is_set ? attrs[attr::kScale].f : default_scale;
   p->softcap = attrs[attr::kSoftcap].f;
   p->is_causal = attrs[attr::kIsCausal].i != 0;
   constexpr int64_t kWidest = int64_t{1} << 40;  // wider than any sequence, and far from overflow when positions are added

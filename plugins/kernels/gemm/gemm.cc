@@ -67,7 +67,7 @@ Status bind(const OpArgs& args, GemmParams* p) {
     if (!(residual.shape == y.shape)) return Status::invalid("residual", "must have the shape of y; its rank is {}, that of y {}", {residual.shape.rank, y.shape.rank});
     p->residual = residual.data;
   }
-  if (bias.present()) {
+  if (bias.present() && p->beta != 0.0F) {  // as in BLAS, a bias times zero is not read
     Shape matrix;
     matrix.rank = 2;
     matrix.dims[0] = p->m;
