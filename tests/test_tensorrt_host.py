@@ -505,3 +505,20 @@ def test_unknown_tactic_falls_back(capfd: pytest.CaptureFixture[str]):
     expected = run.write(0)
     context.enqueue()
     run.check(expected)
+
+
+@pytest.mark.gpu
+def test_the_checks_notice_wrong_results_and_writes_outside():
+    case = next(c for c in CASES if c.name == "softmax_static")
+    host = plugin_host()
+    engine, _, workspace = engines(case, "float32")[0]
+    run = Run(host.Context(engine), case, "float32", {}, workspace)
+    [expected] = run.write(0)
+    run.context.enqueue()
+    run.check([expected])
+    with pytest.raises(AssertionError):
+        run.check([expected + 1e-3])
+    # A buffer of one row where the plugin writes two.
+    run.context.bind([("float32", [2, 7])], [("float32", [1, 7])], workspace)
+    run.context.enqueue()
+    assert run.context.damaged() == ["output 0"]
