@@ -742,3 +742,74 @@ def test_kinds_and_precision() -> None:
         rewrite(model, only="attentoin")
     with pytest.raises(ValueError, match="expected one of ieee"):
         rewrite(model, precision="tf33")
+
+
+# -- quantised graphs, half precision
+
+
+def _quantised(g: Graph, value: str) -> str:
+    q = g.add("QuantizeLinear", value, np.float32(0.02), np.array(128, np.uint8))
+    return g.add("DequantizeLinear", q, np.float32(0.02), np.array(128, np.uint8))
+
+
+def test_quantised_operands_are_refused() -> None:
+    g = Graph()
+    g.output(attention(g, on_q=_quantised)[0])
+    site = refused(g.model(), "attention", "quantised graph", feeds())
+    assert site.fault is not None
+
+
+def test_quantised_scores_are_refused() -> None:
+    g = Graph()
+    g.output(attention(g, on_scores=_quantised, on_probabilities=_quantised)[0])
+    model = g.model()
+    refused(model, "attention", "QuantizeLinear", feeds())
+    assert [s.status for s in sites(rewrite(model), "softmax")] == ["skipped"]
+
+
+def test_site_across_two_graphs_is_refused() -> None:
+    """The scores are computed outside a branch, the rest inside."""
+    from onnx import TensorProto, helper
+
+    heads = ["batch", N, "seq", D]
+    inside = helper.make_graph(
+        [helper.make_node("Softmax", ["s"], ["p"], axis=-1), helper.make_node("MatMul", ["p", "x"], ["o"])], "then", [],
+        [helper.make_tensor_value_info("o", TensorProto.FLOAT, heads)])
+    other = helper.make_graph([helper.make_node("Identity", ["x"], ["e"])], "else", [], [helper.make_tensor_value_info("e", TensorProto.FLOAT, heads)])
+    nodes = [helper.make_node("Transpose", ["x"], ["t"], perm=[0, 1, 3, 2]), helper.make_node("MatMul", ["x", "t"], ["s"]),
+             helper.make_node("If", ["c"], ["y"], then_branch=inside, else_branch=other)]
+    graph = helper.make_graph(nodes, "g", [helper.make_tensor_value_info("x", TensorProto.FLOAT, heads),
+                                           helper.make_tensor_value_info("c", TensorProto.BOOL, [])],
+                              [helper.make_tensor_value_info("y", TensorProto.FLOAT, heads)])
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+    x = RNG.standard_normal((B, N, SQ, D)).astype(np.float32)
+    refused(model, "attention", "different graphs", {"x": x, "c": np.array(True)})
+
+
+def _half(g: Graph, mask: Callable[[Graph, str], str]) -> str:
+    x = g.input("x", np.float16, ["batch", N, "seq", D])
+    scores = g.add("Mul", g.add("MatMul", x, g.add("Transpose", x, perm=[0, 1, 3, 2])), np.float16(0.3))
+    p = g.add("Softmax", g.add("Cast", mask(g, scores), to=1), axis=-1)
+    return g.add("MatMul", g.add("Cast", p, to=10), x)
+
+
+def test_half_precision_with_softmax_in_single() -> None:
+    g = Graph()
+    keep: Step = lambda g, s: g.add("Where", g.input("m", bool, ["batch", 1, 1, "seq"]), s, np.float16(-np.inf))  # noqa: E731
+    g.output(_half(g, keep), np.float16)
+    mask = RNG.random((B, 1, 1, SQ)) < 0.7
+    mask[..., 0] = True
+    result = check(g.model(), {"x": RNG.standard_normal((B, N, SQ, D)).astype(np.float16), "m": mask}, bound=4e-3)
+    assert len(fused(result.model, "FusedAttention")) == 1
+
+
+def test_finite_fill_that_half_precision_does_not_hold_is_refused() -> None:
+    def masked(g: Graph, s: str) -> str:
+        added = g.add("Where", g.input("m", bool, ["batch", 1, 1, "seq"]), np.float32(0), np.float32(MIN))
+        return g.add("Add", g.add("Cast", s, to=1), added)
+
+    g = Graph()
+    g.output(_half(g, masked), np.float16)
+    result = rewrite(g.model())
+    (site,) = sites(result, "attention")
+    assert site.status == "skipped" and "FLOAT" in site.reason

@@ -191,6 +191,9 @@ class Rewriter:
             if kept is not None:
                 return skipped("the node is kept on request", kept)
             memo = self._memo.setdefault(graph, {})
+            stranger = next((n for n in plan.nodes if n.graph is not match.centre.graph), None)
+            if stranger is not None:
+                return skipped("the nodes of the site lie in different graphs", stranger)
             tape = Tape(facts, self._names, _name(match.centre), sizes.vector, memo)
             replacement = rule.rewrite(plan, tape, self._options)
         except Refused as refusal:
@@ -215,7 +218,7 @@ class Rewriter:
         anchor = old_nodes[-1]
         for old, _ in values:
             producer = old.producer()
-            if producer is not None and producer.graph is graph:
+            if producer is not None and producer.graph is centre.graph:
                 anchor = producer
         for value in tape.initializers:
             graph.initializers.add(value)

@@ -119,7 +119,7 @@ def find(facts: Facts, value: ir.Value) -> Activation | None:
                 if i in known:
                     inputs.append(known[i])
                 else:
-                    inputs.append(np.full_like(_POINTS, _exact(facts.scalar(i))))
+                    inputs.append(np.full_like(_POINTS, _exact(facts.scalar(i), facts.dtype(i) == ir.DataType.FLOAT16)))
             if facts.shape(ready.outputs[0]) != shape:
                 return None
             result = _apply(facts, ready, inputs)
@@ -142,12 +142,9 @@ def find(facts: Facts, value: ir.Value) -> Activation | None:
 _MEANT = (0.5, 1.0, 2.0, 3.0, math.sqrt(2.0), math.sqrt(0.5), math.sqrt(2.0 / math.pi), 0.044715, 1.702, math.sqrt(2.0 / math.pi) * 0.044715)
 
 
-def _exact(number: float) -> float:
-    return next((m for m in _MEANT if abs(number - m) <= 6e-4 * m * (abs(number - m) < 1e-6 or _is_half(number))), number)
-
-
-def _is_half(number: float) -> bool:
-    return float(np.float16(number)) == number
+def _exact(number: float, half: bool) -> float:
+    """The number that a constant was meant to be, before it was rounded to its type."""
+    return next((m for m in _MEANT if abs(number - m) <= (6e-4 if half else 1e-6) * m), number)
 
 
 def _agree(a: np.ndarray, b: np.ndarray) -> bool:

@@ -30,7 +30,7 @@ _TYPES = (ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 _CARRIERS: dict[str, tuple[int, ...]] = {
     "Add": (0, 1), "Sub": (0,), "Mul": (0, 1), "Div": (0,), "Where": (1, 2), "Reshape": (0,), "Unsqueeze": (0,), "Squeeze": (0,),
     "Transpose": (0,), "Cast": (0,), "Identity": (0,), "Dropout": (0,), "Tanh": (0,), "Slice": (0,), "Expand": (0,),
-    "Max": (0, 1), "Min": (0, 1), "Clip": (0,),
+    "Max": (0, 1), "Min": (0, 1), "Clip": (0,), "QuantizeLinear": (0,), "DequantizeLinear": (0,),
 }
 _PATH_LIMIT = 20
 _PATHS = 6
@@ -234,6 +234,7 @@ def _decomposed(facts: Facts, path: Sequence[tuple[ir.Node, int]], softmax: ir.N
     letters = contraction(facts, qk)
     if letters is None:
         raise Refused("the ranks of the operands of the product are not known", qk)
+    _not_quantised(qk)
     a_letters, b_letters, out_letters = letters
     contracted = (set(a_letters) & set(b_letters)) - set(out_letters)
     if len(contracted) != 1:
@@ -294,6 +295,7 @@ def _decomposed(facts: Facts, path: Sequence[tuple[ir.Node, int]], softmax: ir.N
     if not _is_product(pv):
         raise Refused(f"{op_of(pv)} between Softmax and the second product is not understood", pv)
     nodes.append(pv)
+    _not_quantised(pv)
     letters = contraction(facts, pv)
     if letters is None:
         raise Refused("the ranks of the operands of the product are not known", pv)
@@ -366,6 +368,12 @@ def _shared_order(arrangement: Arrangement, factors: dict[str, Factor], shared: 
     leaves = flat(arrangement)
     position = {c: min((leaves.index(leaf) for leaf in factors[c].leaves() if leaf in leaves), default=-1) for c in shared}
     return sorted(shared, key=lambda c: position[c])
+
+
+def _not_quantised(node: ir.Node) -> None:
+    for value in node.inputs:
+        if op_of(value.producer()) == "DequantizeLinear":
+            raise Refused("an operand is dequantised: the product belongs to a quantised graph", value.producer())
 
 
 def _in_any(factor: Factor, arrangement: Arrangement) -> bool:
@@ -1006,6 +1014,8 @@ def _reduce_masks(facts: Facts, problem: Problem, offset: Size) -> masks.Masks:
     lines = [not t.whole and t.make is None and same(t.arrangement[-2:], [problem.sq.leaves(), problem.sk.leaves()]) for t in problem.terms]
     reduced = masks.reduce_masks(facts, problem.terms, offset, lines)
     for step in reduced.steps:
+        if isinstance(step, masks.Choice) and not masks.fits(step.fill, problem.dtype):
+            raise Refused(f"masked scores become {step.fill:g}, which {problem.dtype.name} does not hold", step.term.node)
         if isinstance(step, Term) and step.make is None and facts.dtype(step.value) != problem.dtype:
             dtype = facts.dtype(step.value)
             name = "unknown" if dtype is None else dtype.name

@@ -20,8 +20,9 @@ import numpy as np
 import onnx_ir as ir
 
 from ..facts import REFERENCE, Facts, attr, broadcast, op_of, tensor_of
-from ..layout import Arrangement, flat, same
+from ..layout import Arrangement, flat, same, sizes
 from ..operands import is_no_op
+from ..report import Refused
 from ..symbolic import Dim, Size
 from ..tape import Tape
 
@@ -108,7 +109,8 @@ def affine(facts: Facts, value: ir.Value, depth: int = 0) -> Affine | None:
     op = op_of(node)
     if op == "Range":
         start, step = facts.ints(node.inputs[0]), facts.ints(node.inputs[2])
-        return Affine(((0, 1),), start[0]) if start is not None and step == [1] else None
+        whole = start is not None and isinstance(start[0], (int, Dim)) and step == [1]
+        return Affine(((0, 1),), start[0]) if whole else None
     if op in ("Add", "Sub"):
         a, b = (affine(facts, v, depth + 1) for v in node.inputs)
         return None if a is None or b is None else a.plus(b, 1 if op == "Add" else -1)
@@ -162,7 +164,7 @@ def condition(facts: Facts, value: ir.Value, wanted: bool = True, depth: int = 0
     """What holds where a boolean tensor that lies as (..., query, key) is `wanted`."""
     leaf = Condition(rest=[(value, wanted)])
     data = facts.data(value)
-    if data is not None and data.size and all(bool(x) is wanted for x in data.reshape(-1) if not isinstance(x, Dim)):
+    if data is not None and data.size and all(not isinstance(x, Dim) and bool(x) is wanted for x in data.reshape(-1)):
         return Condition()
     node = value.producer()
     if node is None or op_of(node) == "Constant":
@@ -385,6 +387,12 @@ def reduce_masks(facts: Facts, terms: Sequence[Term], offset: Size, aligned: Seq
     return out
 
 
+def fits(fill: float, dtype: ir.DataType) -> bool:
+    """The fill stays finite, or -inf, in the type of the attention."""
+    with np.errstate(over="ignore"):
+        return bool(np.isinf(np.array(fill, dtype.numpy()))) == math.isinf(fill)
+
+
 def _covers(facts: Facts, found: Condition, value: ir.Value) -> bool:
     """The conditions together are as large as the mask made of them."""
     shape = facts.shape(value)
@@ -433,7 +441,8 @@ def _key(step: Term | Choice) -> tuple[object, ...]:
 
 def _emit(masks: Masks, canonical: Arrangement, dtype: ir.DataType, tape: Tape) -> ir.Value:
     def number(x: float) -> ir.Value:
-        return tape.constant(np.array(x, dtype.numpy()))
+        with np.errstate(over="ignore"):
+            return tape.constant(np.array(x, dtype.numpy()))
 
     added: ir.Value | None = None
     kept: ir.Value | None = None
@@ -478,6 +487,9 @@ def to_canonical(value: ir.Value, term: Term, target: Arrangement, tape: Tape) -
     lined = target[len(target) - rank:] if rank == have_rank and rank <= 4 else []
     if lined and all(not axis or same([axis], [want]) for axis, want in zip(have, lined)):
         return value
+    unsure = next((size for axis, size in zip(behind, shape) if size not in (1, *sizes([axis]))), None)
+    if unsure is not None:
+        raise Refused(f"the size {unsure} of the mask {value.name} is not known to be that of the scores", term.node)
     have = [[] for _ in range(rank - have_rank)] + have
     # Batch or head axes that hold some of their factors are written out; axes that hold none stay 1.
     present = {id(f) for f in flat(have)}

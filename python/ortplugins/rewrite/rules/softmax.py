@@ -46,6 +46,9 @@ class SoftmaxRule:
     def check(self, match: Match, facts: Facts, options: Options) -> Plan:
         node = match.centre
         x, y = node.inputs[0], node.outputs[0]
+        quantised = next((n for n in (x.producer(), *y.consumers()) if op_of(n) in ("DequantizeLinear", "QuantizeLinear")), None)
+        if quantised is not None:
+            raise Refused("the input or the output is quantised: the node belongs to a quantised graph", quantised)
         axis = attr(node, "axis", -1 if facts.opset >= 13 else 1)
         reference = node.attributes["axis"] if axis is REFERENCE else None
         if reference is not None:
