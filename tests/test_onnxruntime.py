@@ -318,9 +318,11 @@ def test_results_follow_the_stream(op: str) -> None:
         "FusedAttention": fused_node(op, ["h", "h", "h"], ["z"], num_heads=8),
         "FusedGemm": fused_node(op, ["h", "w"], ["z"]),
     }.get(op, fused_node(op, ["h"], ["z"]))
-    nodes = [helper.make_node("MatMul", ["x", "w"], ["h"]), ours, helper.make_node("ReduceSum", ["z"], ["y"], keepdims=0)]
-    w = random(n, n, seed=1) / np.sqrt(n).astype(np.float32)
-    model = make_model(nodes, [value_info("x", np.float32, [1, n, n])], [value_info("y", np.float32, None)], [onnx.numpy_helper.from_array(w, "w")])
+    nodes = [helper.make_node("MatMul", ["x", "w"], ["h"]), ours, helper.make_node("Mul", ["z", "r"], ["p"]),
+             helper.make_node("ReduceSum", ["p"], ["y"], keepdims=0)]
+    w, r = random(n, n, seed=1) / np.sqrt(n).astype(np.float32), random(n, seed=2)
+    model = make_model(nodes, [value_info("x", np.float32, [1, n, n])], [value_info("y", np.float32, None)],
+                       [onnx.numpy_helper.from_array(w, "w"), onnx.numpy_helper.from_array(r, "r")])
     session = make_session(model, PROVIDERS["cuda"], provider_options={"use_tf32": "0"})
     xs = [random(1, n, n, seed=i) for i in range(3)]
     expected = [session.run(None, {"x": x})[0] for x in xs]
