@@ -27,6 +27,8 @@ using simd::store_lanes;
 
 constexpr int64_t kBufferCols = 4096;     // 16 KiB: half of the smallest L1
 constexpr int64_t kBlockCols = 2048;      // of a longer row; also the longest single sum
+// Short rows go in groups, of at most this many columns together: x and y then stay in L1 between the steps.
+constexpr int64_t kGroupRows = 8, kGroupCols = 1024;
 constexpr int64_t kTaskElements = 16384;  // about 10 us, several times the cost of handing out a task
 constexpr int64_t kMaxTasks = 32;
 enum class Mask : uint8_t { kNone, kAdditive, kBool };
@@ -64,17 +66,13 @@ class ContiguousRows {
   explicit ContiguousRows(const SoftmaxParams& p) : p_(p), scale_(simd::broadcast(p.scale)) {}
 
   void run(int64_t first_row, int64_t end_row) {
-    for (int64_t row = first_row; row < end_row; ++row) {
-      const T* x = static_cast<const T*>(p_.x) + row * p_.cols;
-      T* y = static_cast<T*>(p_.y) + row * p_.cols;
-      const Element* mask = nullptr;
-      if constexpr (kMask != Mask::kNone) mask = static_cast<const Element*>(p_.mask) + p_.mask_row_offset(row);
-      if constexpr (kInPlace) {
-        short_row(x, mask, y);
-      } else if (p_.cols <= kBufferCols) {
-        short_row(x, mask, y);
+    const int64_t fit = kGroupCols / p_.cols;
+    const int64_t group = fit > kGroupRows ? kGroupRows : fit < 1 ? 1 : fit;
+    for (int64_t row = first_row; row < end_row; row += group) {
+      if (kInPlace || p_.cols <= kBufferCols) {
+        short_rows(row, end_row - row < group ? end_row - row : group);
       } else {
-        long_row(x, mask, y);
+        long_row(row);
       }
     }
   }
@@ -84,6 +82,21 @@ class ContiguousRows {
   static constexpr bool kInPlace = sizeof(T) == sizeof(float);
   // Reading float x again is cheaper than writing its scores.
   static constexpr bool kRecompute = kInPlace && kMask == Mask::kNone;
+
+  const T* x_of(int64_t row) const { return static_cast<const T*>(p_.x) + row * p_.cols; }
+  T* y_of(int64_t row) const { return static_cast<T*>(p_.y) + row * p_.cols; }
+  const Element* mask_of(int64_t row) const {
+    if constexpr (kMask == Mask::kNone) return nullptr;
+    return static_cast<const Element*>(p_.mask) + p_.mask_row_offset(row);
+  }
+  // Where the scores of row i of a group that starts at `row` lie.
+  float* scratch_of(int64_t row, int64_t i) {
+    if constexpr (kInPlace) {
+      return y_of(row + i);
+    } else {
+      return buffer_ + i * p_.cols;
+    }
+  }
 
   Float score_at(const T* x, const Element* mask, int64_t c, int64_t n) const {
     return score<kMask, T>(load_lanes(x + c, n), scale_, mask + c * p_.mask_col_stride, p_.mask_col_stride == 0, n);
@@ -148,26 +161,39 @@ class ContiguousRows {
     if (c < n) simd::store_tail(y + c, value(c, n - c), n - c);
   }
 
-  void short_row(const T* x, const Element* mask, T* y) {
-    float* scratch = buffer_;
-    if constexpr (kInPlace) scratch = y;
-    const float m = scores<!kRecompute>(x, mask, p_.cols, scratch);
-    const Float shift = simd::broadcast(shift_of(m));
-    if (p_.log) {
-      const float sum = exponentials<kRecompute, false>(x, mask, p_.cols, shift_of(m), scratch);
-      const Float log_sum = simd::broadcast(log_sum_of(m, sum));
-      write(y, p_.cols, [&](int64_t c, int64_t lanes) {
-        const Float v = kRecompute ? score_at(x, mask, c, lanes) : load_lanes(scratch + c, lanes);
-        return (v - shift) - log_sum;
-      });
-    } else {
-      const float sum = exponentials<kRecompute, true>(x, mask, p_.cols, shift_of(m), scratch);
-      const Float factor = simd::broadcast(factor_of(m, sum));
-      write(y, p_.cols, [&](int64_t c, int64_t lanes) { return load_lanes(scratch + c, lanes) * factor; });
+  // Each step is done for all rows of a group before the next, so that the end of one row's maximum or sum, a chain of
+  // dependent instructions, overlaps with other rows.
+  void short_rows(int64_t row, int64_t count) {
+    float m[kGroupRows], sum[kGroupRows];
+    for (int64_t i = 0; i < count; ++i) m[i] = scores<!kRecompute>(x_of(row + i), mask_of(row + i), p_.cols, scratch_of(row, i));
+    for (int64_t i = 0; i < count; ++i) {
+      const T* x = x_of(row + i);
+      const Element* mask = mask_of(row + i);
+      float* scratch = scratch_of(row, i);
+      sum[i] = p_.log ? exponentials<kRecompute, false>(x, mask, p_.cols, shift_of(m[i]), scratch)
+                      : exponentials<kRecompute, true>(x, mask, p_.cols, shift_of(m[i]), scratch);
+    }
+    for (int64_t i = 0; i < count; ++i) {
+      const float* scratch = scratch_of(row, i);
+      if (p_.log) {
+        const T* x = x_of(row + i);
+        const Element* mask = mask_of(row + i);
+        const Float shift = simd::broadcast(shift_of(m[i])), log_sum = simd::broadcast(log_sum_of(m[i], sum[i]));
+        write(y_of(row + i), p_.cols, [&](int64_t c, int64_t lanes) {
+          const Float v = kRecompute ? score_at(x, mask, c, lanes) : load_lanes(scratch + c, lanes);
+          return (v - shift) - log_sum;
+        });
+      } else {
+        const Float factor = simd::broadcast(factor_of(m[i], sum[i]));
+        write(y_of(row + i), p_.cols, [&](int64_t c, int64_t lanes) { return load_lanes(scratch + c, lanes) * factor; });
+      }
     }
   }
 
-  void long_row(const T* x, const Element* mask, T* y) {
+  void long_row(int64_t row) {
+    const T* x = x_of(row);
+    const Element* mask = mask_of(row);
+    T* y = y_of(row);
     float m = -kInfinity, sum = 0.0F;
     for (int64_t c = 0; c < p_.cols; c += kBlockCols) {
       const int64_t n = p_.cols - c < kBlockCols ? p_.cols - c : kBlockCols;
