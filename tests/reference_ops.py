@@ -58,7 +58,9 @@ class FusedSoftmax(OpRun):
 class FusedGemm(OpRun):
     op_domain = "ortplugins"
 
-    def _run(self, a, b, bias=None, residual=None, alpha=None, beta=None, transA=None, transB=None, activation=None, **_):  # noqa: N803
+    def _run(
+        self, a, b, bias=None, residual=None, alpha=None, beta=None, transA=None, transB=None, activation=None, **_
+    ):  # noqa: N803
         x = np.swapaxes(a, -1, -2) if transA else a
         w = np.swapaxes(b, -1, -2) if transB else b
         y = (1.0 if alpha is None else alpha) * (x.astype(np.float64) @ w.astype(np.float64))
@@ -73,8 +75,25 @@ class FusedGemm(OpRun):
 class FusedAttention(OpRun):
     op_domain = "ortplugins"
 
-    def _run(self, q, k, v, mask=None, past_k=None, past_v=None, total_lengths=None, layout=None, num_heads=None,
-             kv_num_heads=None, scale=None, is_causal=None, softcap=None, window=None, window_right=None, **_):
+    def _run(
+        self,
+        q,
+        k,
+        v,
+        mask=None,
+        past_k=None,
+        past_v=None,
+        total_lengths=None,
+        layout=None,
+        num_heads=None,
+        kv_num_heads=None,
+        scale=None,
+        is_causal=None,
+        softcap=None,
+        window=None,
+        window_right=None,
+        **_,
+    ):
         rank, dtype = q.ndim, q.dtype
         assert k.ndim == rank and v.ndim == rank, "q, k and v of one rank"
         kv_num_heads = kv_num_heads or num_heads
@@ -102,7 +121,9 @@ class FusedAttention(OpRun):
             if mask.shape[-1] != 1 and short > 0:
                 fill = False if mask.dtype == bool else -np.inf
                 mask = np.concatenate([mask, np.full((*mask.shape[:-1], short), fill, mask.dtype)], axis=-1)
-            assert np.broadcast_shapes(mask.shape, scores.shape) == scores.shape, f"mask {mask.shape} for {scores.shape}"
+            assert np.broadcast_shapes(mask.shape, scores.shape) == scores.shape, (
+                f"mask {mask.shape} for {scores.shape}"
+            )
             scores = masked(scores, mask)
         i, j = np.arange(q.shape[2])[:, None], np.arange(k.shape[2])
         for b in range(q.shape[0]):

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import onnx
 import onnxruntime as ort
-from onnx import TensorProto, helper, numpy_helper
+from onnx import helper, numpy_helper
 from onnx.reference import ReferenceEvaluator
 from reference_ops import OPERATORS
 
@@ -19,7 +19,14 @@ from ortplugins.rewrite import RewriteResult, Site, rewrite
 
 CORPUS = Path(__file__).parents[1] / "models" / "corpus"
 
-TYPES = {np.dtype("float32"): 1, np.dtype("int64"): 7, np.dtype("bool"): 9, np.dtype("float16"): 10, np.dtype("float64"): 11, np.dtype("int32"): 6}
+TYPES = {
+    np.dtype("float32"): 1,
+    np.dtype("int64"): 7,
+    np.dtype("bool"): 9,
+    np.dtype("float16"): 10,
+    np.dtype("float64"): 11,
+    np.dtype("int32"): 6,
+}
 
 
 class Graph:
@@ -47,19 +54,25 @@ class Graph:
     def const(self, array: Any, dtype: Any = None, name: str | None = None) -> str:
         self._count += 1
         name = name or f"c{self._count}"
-        self.initializers.append(numpy_helper.from_array(np.ascontiguousarray(np.array(array, dtype)).reshape(np.shape(array)), name))
+        self.initializers.append(
+            numpy_helper.from_array(np.ascontiguousarray(np.array(array, dtype)).reshape(np.shape(array)), name)
+        )
         return name
 
     def weight(self, *shape: int, scale: float = 0.3, seed: int | None = None) -> str:
         rng = np.random.default_rng(self._count if seed is None else seed)
         return self.const((rng.standard_normal(shape) * scale).astype(np.float32))
 
-    def add(self, op: str, *inputs: Any, outputs: int = 1, name: str | None = None, domain: str = "", **attrs: Any) -> Any:
+    def add(
+        self, op: str, *inputs: Any, outputs: int = 1, name: str | None = None, domain: str = "", **attrs: Any
+    ) -> Any:
         """Adds a node; returns the name of its output, or the names."""
         self._count += 1
         names = [f"v{self._count}_{i}" if outputs > 1 else f"v{self._count}" for i in range(outputs)]
         values = ["" if i is None else i if isinstance(i, str) else self.const(i) for i in inputs]
-        self.nodes.append(helper.make_node(op, values, names, name=name or f"{op}_{self._count}", domain=domain, **attrs))
+        self.nodes.append(
+            helper.make_node(op, values, names, name=name or f"{op}_{self._count}", domain=domain, **attrs)
+        )
         return names[0] if outputs == 1 else names
 
     def output(self, value: str, dtype: Any = np.float32, shape: Sequence[Any] | None = None) -> None:
@@ -148,7 +161,9 @@ def relative_error(actual: np.ndarray, expected: np.ndarray) -> float:
     return float(np.max(np.abs(a - e)) / max(float(np.max(np.abs(e))), 1e-30))
 
 
-def check(model: onnx.ModelProto, *feeds: Mapping[str, np.ndarray], bound: float = 2e-5, infer: bool = True, **options: Any) -> RewriteResult:
+def check(
+    model: onnx.ModelProto, *feeds: Mapping[str, np.ndarray], bound: float = 2e-5, infer: bool = True, **options: Any
+) -> RewriteResult:
     """Rewrites, checks the result with the ONNX checker, compares it with the original on the feeds, and rewrites it again.
 
     `infer` False leaves out the checker's shape inference.
@@ -156,7 +171,9 @@ def check(model: onnx.ModelProto, *feeds: Mapping[str, np.ndarray], bound: float
     before = model.SerializeToString()
     result = rewrite(model, **options)
     assert model.SerializeToString() == before, "the source was changed"
-    if all(v.type.tensor_type.HasField("shape") for v in (*model.graph.input, *model.graph.output)):  # else the checker refuses both
+    if all(
+        v.type.tensor_type.HasField("shape") for v in (*model.graph.input, *model.graph.output)
+    ):  # else the checker refuses both
         onnx.checker.check_model(result.model, full_check=infer)
     run, run_ours = stock(model), ours(result.model)
     for feed in feeds:
@@ -193,7 +210,9 @@ def _size(entry: int | str, dims: Mapping[str, int]) -> int:
     return sum(int(part) if part.isdigit() else dims[part] for part in entry.split("+"))
 
 
-def corpus_inputs(entry: Mapping[str, Any], dims: Mapping[str, int], fully_masked: bool = False, seed: int = 1234) -> dict[str, np.ndarray]:
+def corpus_inputs(
+    entry: Mapping[str, Any], dims: Mapping[str, int], fully_masked: bool = False, seed: int = 1234
+) -> dict[str, np.ndarray]:
     """Inputs of a corpus file as its index describes them."""
     rng = np.random.Generator(np.random.PCG64(seed))
     feeds: dict[str, np.ndarray] = {}

@@ -123,7 +123,12 @@ def test_scale_that_varies_with_the_key_is_refused() -> None:
 
 def test_scale_after_the_mask_scales_the_mask() -> None:
     g = Graph()
-    g.output(attention(g, on_scores=chain(lambda g, s: g.add("Add", s, g.input("m", np.float32, ["queries", "keys"])), scaled(0.25)))[0])
+    g.output(
+        attention(
+            g,
+            on_scores=chain(lambda g, s: g.add("Add", s, g.input("m", np.float32, ["queries", "keys"])), scaled(0.25)),
+        )[0]
+    )
     mask = RNG.standard_normal((SQ, SK)).astype(np.float32)
     check(g.model(), feeds(m=mask))
 
@@ -131,15 +136,28 @@ def test_scale_after_the_mask_scales_the_mask() -> None:
 # -- layouts
 
 
-@pytest.mark.parametrize("equations", [
-    ("bind,bjnd->bnij", "bnij,bjnd->bind"), ("bind,bjnd->bnij", "bnij,bjnd->bnid"), ("bind,bjnd->nbij", "nbij,bjnd->bind")])
+@pytest.mark.parametrize(
+    "equations",
+    [
+        ("bind,bjnd->bnij", "bnij,bjnd->bind"),
+        ("bind,bjnd->bnij", "bnij,bjnd->bnid"),
+        ("bind,bjnd->nbij", "nbij,bjnd->bind"),
+    ],
+)
 def test_einsum(equations: tuple[str, str]) -> None:
     first, second = equations
     g = Graph()
     x = g.input("x", np.float32, ["batch", "queries", N * D])
     y = g.input("y", np.float32, ["batch", "keys", N * D])
     q, k, v = (g.add("Reshape", z, np.array([0, 0, N, D])) for z in (x, y, y))
-    g.output(g.add("Einsum", g.add("Softmax", scaled(0.3)(g, g.add("Einsum", q, k, equation=first)), axis=-1), v, equation=second))
+    g.output(
+        g.add(
+            "Einsum",
+            g.add("Softmax", scaled(0.3)(g, g.add("Einsum", q, k, equation=first)), axis=-1),
+            v,
+            equation=second,
+        )
+    )
     result = check(g.model(), feeds())
     assert len(fused(result.model, "FusedAttention")) == 1, sites(result, "attention")
 
@@ -193,7 +211,14 @@ def test_grouped_heads() -> None:
         h = g.heads(g.add("MatMul", x, g.weight(4 * D, 2 * D)), 2, D)
         wide = g.add("Expand", g.add("Unsqueeze", h, np.array([2])), np.array([1, 1, 2, 1, 1]))
         sizes = g.add("Shape", x)
-        target = g.add("Concat", g.add("Gather", sizes, np.array([0])), np.array([4]), g.add("Gather", sizes, np.array([1])), np.array([D]), axis=0)
+        target = g.add(
+            "Concat",
+            g.add("Gather", sizes, np.array([0])),
+            np.array([4]),
+            g.add("Gather", sizes, np.array([1])),
+            np.array([D]),
+            axis=0,
+        )
         return g.add("Reshape", wide, target)
 
     k, v = repeated(), repeated()
@@ -210,7 +235,10 @@ def test_heads_repeated_in_the_other_order_stay_repeated() -> None:
     g = Graph()
     x = g.input("x", np.float32, ["batch", "queries", 4 * D])
     q = g.heads(g.add("MatMul", x, g.weight(4 * D, 4 * D)), 4, D)
-    k, v = (g.add("Tile", g.heads(g.add("MatMul", x, g.weight(4 * D, 2 * D)), 2, D), np.array([1, 2, 1, 1])) for _ in range(2))
+    k, v = (
+        g.add("Tile", g.heads(g.add("MatMul", x, g.weight(4 * D, 2 * D)), 2, D), np.array([1, 2, 1, 1]))
+        for _ in range(2)
+    )
     p = g.add("Softmax", scaled(0.3)(g, g.add("MatMul", q, g.add("Transpose", k, perm=[0, 1, 3, 2]))), axis=-1)
     g.output(g.merge(g.add("MatMul", p, v), 4 * D))
     result = check(g.model(), {"x": RNG.standard_normal((B, SQ, 4 * D)).astype(np.float32)})
@@ -227,7 +255,10 @@ def test_packed_projection(how: str) -> None:
     if how == "split":
         parts = [g.heads(p, N, D) for p in g.add("Split", packed, np.array([N * D] * 3), outputs=3, axis=2)]
     elif how == "slice":
-        parts = [g.heads(g.add("Slice", packed, np.array([i * N * D]), np.array([(i + 1) * N * D]), np.array([2])), N, D) for i in range(3)]
+        parts = [
+            g.heads(g.add("Slice", packed, np.array([i * N * D]), np.array([(i + 1) * N * D]), np.array([2])), N, D)
+            for i in range(3)
+        ]
     else:
         five = g.add("Transpose", g.add("Reshape", packed, np.array([0, 0, 3, N, D])), perm=[2, 0, 3, 1, 4])
         parts = [g.add("Gather", five, np.array(i), axis=0) for i in range(3)]
@@ -257,14 +288,19 @@ def test_scores_transposed() -> None:
     p = g.add("Softmax", g.add("MatMul", k, g.add("Transpose", q, perm=[0, 1, 3, 2])), axis=2)
     g.output(g.add("MatMul", g.add("Transpose", k, perm=[0, 1, 3, 2]), p))
     rng = np.random.default_rng(3)
-    values = {"x": rng.standard_normal((B, N, SQ, D)).astype(np.float32), "y": rng.standard_normal((B, N, SK, D)).astype(np.float32)}
+    values = {
+        "x": rng.standard_normal((B, N, SQ, D)).astype(np.float32),
+        "y": rng.standard_normal((B, N, SK, D)).astype(np.float32),
+    }
     assert len(fused(check(g.model(), values).model, "FusedAttention")) == 1
 
 
 # -- masks
 
 
-@pytest.mark.parametrize("shape", [[SK], [SQ, SK], [1, 1, SQ, SK], [B, 1, 1, SK], [B, 1, SQ, SK], [1, N, SQ, SK], [B, N, SQ, SK]])
+@pytest.mark.parametrize(
+    "shape", [[SK], [SQ, SK], [1, 1, SQ, SK], [B, 1, 1, SK], [B, 1, SQ, SK], [1, N, SQ, SK], [B, N, SQ, SK]]
+)
 @pytest.mark.parametrize("kind", ["added", "chosen"])
 def test_mask_shapes(shape: list[int], kind: str) -> None:
     g = Graph()
@@ -319,7 +355,11 @@ def test_fully_masked_rows_average_for_a_finite_fill(fill: float) -> None:
 
 def test_scores_replaced_by_the_lowest_number() -> None:
     g = Graph()
-    g.output(attention(g, on_scores=lambda g, s: g.add("Where", g.input("m", bool, ["batch", 1, 1, "keys"]), np.float32(MIN), s))[0])
+    g.output(
+        attention(
+            g, on_scores=lambda g, s: g.add("Where", g.input("m", bool, ["batch", 1, 1, "keys"]), np.float32(MIN), s)
+        )[0]
+    )
     drop = np.zeros((B, 1, 1, SK), bool)
     drop[0, ..., 3:] = True
     drop[1] = True
@@ -329,7 +369,11 @@ def test_scores_replaced_by_the_lowest_number() -> None:
 def test_scores_replaced_by_an_ordinary_number_are_refused() -> None:
     """A fully masked row has equal weights then, which no additive mask gives."""
     g = Graph()
-    g.output(attention(g, on_scores=lambda g, s: g.add("Where", g.input("m", bool, ["batch", 1, 1, "keys"]), s, np.float32(-10000)))[0])
+    g.output(
+        attention(
+            g, on_scores=lambda g, s: g.add("Where", g.input("m", bool, ["batch", 1, 1, "keys"]), s, np.float32(-10000))
+        )[0]
+    )
     keep = np.ones((B, 1, 1, SK), bool)
     keep[1] = False
     refused(g.model(), "attention", "fully masked row", feeds(m=keep))
@@ -391,7 +435,16 @@ def test_causal_mask_of_minus_infinity_above_the_diagonal() -> None:
 
     def mask(g: Graph, s: str) -> str:
         length = g.add("Gather", g.add("Shape", "x"), np.array([1]))
-        return g.add("Add", s, g.add("Trilu", g.add("Expand", np.float32(-np.inf), g.add("Concat", length, length, axis=0)), np.array(1), upper=1))
+        return g.add(
+            "Add",
+            s,
+            g.add(
+                "Trilu",
+                g.add("Expand", np.float32(-np.inf), g.add("Concat", length, length, axis=0)),
+                np.array(1),
+                upper=1,
+            ),
+        )
 
     g.output(attention(g, on_scores=chain(scaled(0.3), mask), self_attention=True)[0])
     (node,) = fused(check(g.model(), {"x": feeds()["x"]}).model, "FusedAttention")
@@ -438,7 +491,9 @@ def test_sliding_window() -> None:
     def mask(g: Graph, s: str) -> str:
         rows = g.add("Unsqueeze", _range(g, "x", 1), np.array([1]))
         columns = g.add("Unsqueeze", _range(g, "x", 1), np.array([0]))
-        keep = g.add("And", g.add("LessOrEqual", columns, rows), g.add("Greater", columns, g.add("Sub", rows, np.array(3))))
+        keep = g.add(
+            "And", g.add("LessOrEqual", columns, rows), g.add("Greater", columns, g.add("Sub", rows, np.array(3)))
+        )
         return g.add("Where", keep, s, np.float32(-np.inf))
 
     g = Graph()
@@ -482,7 +537,9 @@ def test_two_blocks_share_a_position_bias() -> None:
     rng = np.random.default_rng(2)
     pads = np.zeros((B, 1, 1, SQ), np.float32)
     pads[1, ..., 2:] = MIN
-    result = check(g.model(), {"x": feeds()["x"], "bias": rng.standard_normal((1, N, SQ, SQ)).astype(np.float32), "pad": pads})
+    result = check(
+        g.model(), {"x": feeds()["x"], "bias": rng.standard_normal((1, N, SQ, SQ)).astype(np.float32), "pad": pads}
+    )
     first, second = fused(result.model, "FusedAttention")
     assert first["scale"] == second["scale"] == 1.0
     assert first["inputs"][3] == "bias"
@@ -509,7 +566,9 @@ def test_soft_cap_after_the_mask_is_refused() -> None:
     cap = chain(lambda g, s: g.add("Tanh", s), scaled(5.0))
     g = Graph()
     g.output(attention(g, on_scores=chain(mask, cap))[0])
-    refused(g.model(), "attention", "Tanh comes after a mask", feeds(m=RNG.standard_normal((SQ, SK)).astype(np.float32)))
+    refused(
+        g.model(), "attention", "Tanh comes after a mask", feeds(m=RNG.standard_normal((SQ, SK)).astype(np.float32))
+    )
 
 
 def test_tanh_without_its_factor_is_refused() -> None:
@@ -538,7 +597,12 @@ def test_flattening_softmax_is_refused() -> None:
     x = g.input("x", np.float32, ["batch", "queries", D])
     p = g.add("Softmax", g.add("MatMul", x, g.add("Transpose", x, perm=[0, 2, 1])))
     g.output(g.add("MatMul", p, x))
-    refused(g.model(), "attention", "normalises over several axes", {"x": RNG.standard_normal((B, SQ, D)).astype(np.float32)})
+    refused(
+        g.model(),
+        "attention",
+        "normalises over several axes",
+        {"x": RNG.standard_normal((B, SQ, D)).astype(np.float32)},
+    )
 
 
 def test_probabilities_that_are_an_output_are_refused() -> None:
@@ -574,7 +638,12 @@ def test_a_second_user_of_the_keys_keeps_them() -> None:
 def test_mask_on_the_probabilities_is_refused() -> None:
     g = Graph()
     g.output(attention(g, on_probabilities=lambda g, p: g.add("Mul", p, g.input("m", np.float32, [N, 1, 1])))[0])
-    refused(g.model(), "attention", "Mul between Softmax and the second product", feeds(m=RNG.random((N, 1, 1)).astype(np.float32)))
+    refused(
+        g.model(),
+        "attention",
+        "Mul between Softmax and the second product",
+        feeds(m=RNG.random((N, 1, 1)).astype(np.float32)),
+    )
 
 
 def test_guard_with_another_value_is_refused() -> None:
@@ -591,7 +660,11 @@ def test_mask_that_enlarges_the_scores_is_refused() -> None:
     p = g.add("Softmax", g.add("Add", g.add("MatMul", q, g.add("Transpose", k, perm=[0, 1, 3, 2])), m), axis=-1)
     g.output(g.add("MatMul", p, k))
     rng = np.random.default_rng(3)
-    values = {"x": rng.standard_normal((1, N, SQ, D)), "y": rng.standard_normal((1, N, SK, D)), "m": rng.standard_normal((4, 1, SQ, SK))}
+    values = {
+        "x": rng.standard_normal((1, N, SQ, D)),
+        "y": rng.standard_normal((1, N, SK, D)),
+        "m": rng.standard_normal((4, 1, SQ, SK)),
+    }
     refused(g.model(), "attention", "not known to broadcast", {n: v.astype(np.float32) for n, v in values.items()})
 
 
@@ -617,7 +690,14 @@ def test_sizes_without_names_are_enough_where_nothing_depends_on_them() -> None:
     x = g.input("x", np.float32, [None, N, None, D])
     p = g.add("Softmax", g.add("MatMul", x, g.add("Transpose", x, perm=[0, 1, 3, 2])), axis=-1)
     g.output(g.add("MatMul", p, x))
-    assert len(fused(check(g.model(), {"x": RNG.standard_normal((B, N, SQ, D)).astype(np.float32)}).model, "FusedAttention")) == 1
+    assert (
+        len(
+            fused(
+                check(g.model(), {"x": RNG.standard_normal((B, N, SQ, D)).astype(np.float32)}).model, "FusedAttention"
+            )
+        )
+        == 1
+    )
 
 
 def test_batches_that_may_differ_are_refused() -> None:
@@ -627,7 +707,10 @@ def test_batches_that_may_differ_are_refused() -> None:
     p = g.add("Softmax", g.add("MatMul", q, g.add("Transpose", k, perm=[0, 1, 3, 2])), axis=-1)
     g.output(g.add("MatMul", p, k))
     rng = np.random.default_rng(3)
-    values = {"x": rng.standard_normal((4, N, SQ, D)).astype(np.float32), "y": rng.standard_normal((1, N, SK, D)).astype(np.float32)}
+    values = {
+        "x": rng.standard_normal((4, N, SQ, D)).astype(np.float32),
+        "y": rng.standard_normal((1, N, SK, D)).astype(np.float32),
+    }
     refused(g.model(), "attention", "not known to be equal", values)
 
 
@@ -638,7 +721,10 @@ def test_keys_of_batch_one_are_refused() -> None:
     p = g.add("Softmax", g.add("MatMul", q, g.add("Transpose", k, perm=[0, 1, 3, 2])), axis=-1)
     g.output(g.add("MatMul", p, k))
     rng = np.random.default_rng(3)
-    values = {"x": rng.standard_normal((4, N, SQ, D)).astype(np.float32), "y": rng.standard_normal((1, N, SK, D)).astype(np.float32)}
+    values = {
+        "x": rng.standard_normal((4, N, SQ, D)).astype(np.float32),
+        "y": rng.standard_normal((1, N, SK, D)).astype(np.float32),
+    }
     refused(g.model(), "attention", "common order of batch and heads", values)
 
 
@@ -649,7 +735,10 @@ def test_keys_of_one_head_serve_all_queries() -> None:
     p = g.add("Softmax", g.add("MatMul", q, g.add("Transpose", k, perm=[0, 1, 3, 2])), axis=-1)
     g.output(g.add("MatMul", p, k))
     rng = np.random.default_rng(3)
-    values = {"x": rng.standard_normal((B, N, SQ, D)).astype(np.float32), "y": rng.standard_normal((B, 1, SK, D)).astype(np.float32)}
+    values = {
+        "x": rng.standard_normal((B, N, SQ, D)).astype(np.float32),
+        "y": rng.standard_normal((B, 1, SK, D)).astype(np.float32),
+    }
     assert len(fused(check(g.model(), values).model, "FusedAttention")) == 1
 
 
@@ -670,7 +759,10 @@ def test_a_half_match_leaves_no_helper_behind() -> None:
     p = g.add("Softmax", g.add("MatMul", q, g.add("Transpose", k, perm=[0, 1, 3, 2])), axis=-1)
     g.output(g.add("MatMul", g.add("ReduceMean", p, axes=[2], keepdims=1), k))
     rng = np.random.default_rng(3)
-    values = {"x": rng.standard_normal((B, N, SQ, D)).astype(np.float32), "y": rng.standard_normal((B, N, SK, D)).astype(np.float32)}
+    values = {
+        "x": rng.standard_normal((B, N, SQ, D)).astype(np.float32),
+        "y": rng.standard_normal((B, N, SK, D)).astype(np.float32),
+    }
     result = check(g.model(), values)
     assert {n.domain for n in result.model.graph.node} <= {"", "ortplugins"}
     assert all(s.status == "skipped" for s in sites(result, "attention"))
@@ -773,14 +865,31 @@ def test_site_across_two_graphs_is_refused() -> None:
 
     heads = ["batch", N, "seq", D]
     inside = helper.make_graph(
-        [helper.make_node("Softmax", ["s"], ["p"], axis=-1), helper.make_node("MatMul", ["p", "x"], ["o"])], "then", [],
-        [helper.make_tensor_value_info("o", TensorProto.FLOAT, heads)])
-    other = helper.make_graph([helper.make_node("Identity", ["x"], ["e"])], "else", [], [helper.make_tensor_value_info("e", TensorProto.FLOAT, heads)])
-    nodes = [helper.make_node("Transpose", ["x"], ["t"], perm=[0, 1, 3, 2]), helper.make_node("MatMul", ["x", "t"], ["s"]),
-             helper.make_node("If", ["c"], ["y"], then_branch=inside, else_branch=other)]
-    graph = helper.make_graph(nodes, "g", [helper.make_tensor_value_info("x", TensorProto.FLOAT, heads),
-                                           helper.make_tensor_value_info("c", TensorProto.BOOL, [])],
-                              [helper.make_tensor_value_info("y", TensorProto.FLOAT, heads)])
+        [helper.make_node("Softmax", ["s"], ["p"], axis=-1), helper.make_node("MatMul", ["p", "x"], ["o"])],
+        "then",
+        [],
+        [helper.make_tensor_value_info("o", TensorProto.FLOAT, heads)],
+    )
+    other = helper.make_graph(
+        [helper.make_node("Identity", ["x"], ["e"])],
+        "else",
+        [],
+        [helper.make_tensor_value_info("e", TensorProto.FLOAT, heads)],
+    )
+    nodes = [
+        helper.make_node("Transpose", ["x"], ["t"], perm=[0, 1, 3, 2]),
+        helper.make_node("MatMul", ["x", "t"], ["s"]),
+        helper.make_node("If", ["c"], ["y"], then_branch=inside, else_branch=other),
+    ]
+    graph = helper.make_graph(
+        nodes,
+        "g",
+        [
+            helper.make_tensor_value_info("x", TensorProto.FLOAT, heads),
+            helper.make_tensor_value_info("c", TensorProto.BOOL, []),
+        ],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, heads)],
+    )
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
     x = RNG.standard_normal((B, N, SQ, D)).astype(np.float32)
     refused(model, "attention", "different graphs", {"x": x, "c": np.array(True)})

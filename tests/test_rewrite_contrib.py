@@ -61,7 +61,20 @@ def test_multi_head_attention_with_a_cache() -> None:
     g = _graph()
     q, k, v = (g.input(n, F, ["batch", "seq", W]) for n in "qkv")
     past = [g.input(n, F, ["batch", N, "past", D]) for n in ("past_k", "past_v")]
-    out = g.add("MultiHeadAttention", q, k, v, None, None, None, *past, domain="com.microsoft", num_heads=N, unidirectional=1, outputs=3)
+    out = g.add(
+        "MultiHeadAttention",
+        q,
+        k,
+        v,
+        None,
+        None,
+        None,
+        *past,
+        domain="com.microsoft",
+        num_heads=N,
+        unidirectional=1,
+        outputs=3,
+    )
     _outputs(g, out, ["batch", "seq", W])
     feeds = {n: _values(B, 1, W) for n in "qkv"} | {n: _values(B, N, 4, D) for n in ("past_k", "past_v")}
     (node,) = fused(check(g.model(), feeds).model, "FusedAttention")
@@ -94,7 +107,16 @@ def test_projected_attention(mask: bool, causal: int) -> None:
     if mask:
         pad = g.input("pad", np.int32, ["batch", S])
         feeds["pad"] = np.array([[1] * S, [1, 1, 0, 0, 0]], np.int32)
-    out = g.add("Attention", x, g.weight(W, 3 * W), g.weight(3 * W), pad, domain="com.microsoft", num_heads=N, unidirectional=causal)
+    out = g.add(
+        "Attention",
+        x,
+        g.weight(W, 3 * W),
+        g.weight(3 * W),
+        pad,
+        domain="com.microsoft",
+        num_heads=N,
+        unidirectional=causal,
+    )
     _outputs(g, out, ["batch", S, W])
     result = check(g.model(), feeds)
     assert len(fused(result.model, "FusedGemm")) == 3
@@ -107,10 +129,29 @@ def test_group_query_attention_is_refused() -> None:
     k, v = (g.input(n, F, ["batch", 1, 2 * D]) for n in "kv")
     past = [g.input(n, F, ["batch", 2, "past", D]) for n in ("past_k", "past_v")]
     lengths, total = g.input("lengths", np.int32, ["batch"]), g.input("total", np.int32, [1])
-    out = g.add("GroupQueryAttention", q, k, v, *past, lengths, total, domain="com.microsoft", num_heads=4, kv_num_heads=2, outputs=3)
+    out = g.add(
+        "GroupQueryAttention",
+        q,
+        k,
+        v,
+        *past,
+        lengths,
+        total,
+        domain="com.microsoft",
+        num_heads=4,
+        kv_num_heads=2,
+        outputs=3,
+    )
     g.output(out[0], F, ["batch", 1, 4 * D])
     for n in out[1:]:
         g.output(n, F, ["batch", 2, "total", D])
-    feeds = {"q": _values(B, 1, 4 * D), "k": _values(B, 1, 2 * D), "v": _values(B, 1, 2 * D), "past_k": _values(B, 2, 4, D),
-             "past_v": _values(B, 2, 4, D), "lengths": np.array([4, 4], np.int32), "total": np.array([5], np.int32)}
+    feeds = {
+        "q": _values(B, 1, 4 * D),
+        "k": _values(B, 1, 2 * D),
+        "v": _values(B, 1, 2 * D),
+        "past_k": _values(B, 2, 4, D),
+        "past_v": _values(B, 2, 4, D),
+        "lengths": np.array([4, 4], np.int32),
+        "total": np.array([5], np.int32),
+    }
     refused(g.model(), "attention", "only known at run time", feeds)

@@ -68,7 +68,10 @@ def test_the_frame_is_kept(name: str) -> None:
     source = onnx.load(CORPUS / name)
     model = rewrite(source).model
     assert model.ir_version == source.ir_version
-    assert [(o.domain, o.version) for o in model.opset_import] == [*((o.domain, o.version) for o in source.opset_import), ("ortplugins", 1)]
+    assert [(o.domain, o.version) for o in model.opset_import] == [
+        *((o.domain, o.version) for o in source.opset_import),
+        ("ortplugins", 1),
+    ]
     assert model.graph.name == source.graph.name
     assert list(model.graph.input) == list(source.graph.input)
     assert list(model.graph.output) == list(source.graph.output)

@@ -35,7 +35,10 @@ SPELLINGS: dict[str, tuple[str, Spelling]] = {
     "erf (0.5*x)*(erf+1)": ("gelu", lambda g, x: g.add("Mul", g.add("Mul", x, F(0.5)), _erf(g, x, False))),
     "erf /2": ("gelu", lambda g, x: g.add("Div", g.add("Mul", x, _erf(g, x, False)), F(2))),
     "tanh pow": ("gelu_tanh", lambda g, x: g.add("Mul", g.add("Mul", F(0.5), x), _tanh(g, x, g.add("Pow", x, F(3))))),
-    "tanh x*x*x": ("gelu_tanh", lambda g, x: g.add("Mul", F(0.5), g.add("Mul", x, _tanh(g, x, g.add("Mul", x, g.add("Mul", x, x)))))),
+    "tanh x*x*x": (
+        "gelu_tanh",
+        lambda g, x: g.add("Mul", F(0.5), g.add("Mul", x, _tanh(g, x, g.add("Mul", x, g.add("Mul", x, x))))),
+    ),
     "sigmoid": ("silu", lambda g, x: g.add("Mul", x, g.add("Sigmoid", x))),
     "sigmoid by exp": ("silu", lambda g, x: g.add("Div", x, g.add("Add", F(1), g.add("Exp", g.add("Neg", x))))),
     "quick": ("quick_gelu", lambda g, x: g.add("Mul", x, g.add("Sigmoid", g.add("Mul", x, F(1.702))))),

@@ -12,7 +12,19 @@ import pytest
 from google.protobuf.json_format import MessageToDict
 from google.protobuf.message import Message
 from onnx import TensorProto, helper, numpy_helper
-from rewrite_helpers import CORPUS, Graph, check, corpus, corpus_inputs, fused, ops, relative_error, session, sites, stock
+from rewrite_helpers import (
+    CORPUS,
+    Graph,
+    check,
+    corpus,
+    corpus_inputs,
+    fused,
+    ops,
+    relative_error,
+    session,
+    sites,
+    stock,
+)
 
 from ortplugins.rewrite import rewrite
 
@@ -43,9 +55,14 @@ def _feeds(*names: str, batch: int = 2, seq: int = 5) -> dict[str, np.ndarray]:
     return {n: rng.standard_normal((batch, N, seq, D)).astype(F) for n in names}
 
 
-def _model(nodes: list, inputs: list, outputs: list, initializers: list = [], functions: list = [], opset: int = 17) -> onnx.ModelProto:  # noqa: B006
+def _model(
+    nodes: list, inputs: list, outputs: list, initializers: list = [], functions: list = [], opset: int = 17
+) -> onnx.ModelProto:  # noqa: B006
     graph = helper.make_graph(nodes, "g", inputs, outputs, initializers)
-    imports = [helper.make_opsetid("", opset), *({helper.make_opsetid(f.domain, 1).domain: helper.make_opsetid(f.domain, 1) for f in functions}).values()]
+    imports = [
+        helper.make_opsetid("", opset),
+        *({helper.make_opsetid(f.domain, 1).domain: helper.make_opsetid(f.domain, 1) for f in functions}).values(),
+    ]
     return helper.make_model(graph, opset_imports=imports, ir_version=8, functions=functions)
 
 
@@ -54,23 +71,33 @@ def _model(nodes: list, inputs: list, outputs: list, initializers: list = [], fu
 
 def test_if_branches() -> None:
     """Softmax in one branch, attention over tensors of the outer graph in the other."""
-    then = helper.make_graph([helper.make_node("Softmax", ["x"], ["t"], axis=1, name="in_then")], "then", [], [_value("t", HEADS)])
+    then = helper.make_graph(
+        [helper.make_node("Softmax", ["x"], ["t"], axis=1, name="in_then")], "then", [], [_value("t", HEADS)]
+    )
     other = helper.make_graph(_attention_nodes("x", "x", "x", "e"), "else", [], [_value("e", HEADS)])
     node = helper.make_node("If", ["c"], ["y"], then_branch=then, else_branch=other, name="branch")
     model = _model([node], [_value("x", HEADS), _value("c", [], TensorProto.BOOL)], [_value("y", HEADS)])
     result = check(model, {**_feeds("x"), "c": np.array(True)}, {**_feeds("x"), "c": np.array(False)})
-    assert {(s.kind, s.status, s.graph) for s in result.report.sites} == {("softmax", "fused", "branch"), ("attention", "fused", "branch")}
+    assert {(s.kind, s.status, s.graph) for s in result.report.sites} == {
+        ("softmax", "fused", "branch"),
+        ("attention", "fused", "branch"),
+    }
 
 
 def test_loop_body_reads_the_outer_graph() -> None:
     body = helper.make_graph(
-        [*_attention_nodes("h", "k", "v", "o"), helper.make_node("Identity", ["go"], ["again"])], "body",
+        [*_attention_nodes("h", "k", "v", "o"), helper.make_node("Identity", ["go"], ["again"])],
+        "body",
         [_value("i", [], TensorProto.INT64), _value("go", [], TensorProto.BOOL), _value("h", HEADS)],
         [_value("again", [], TensorProto.BOOL), _value("o", HEADS)],
     )
     loop = helper.make_node("Loop", ["n", "yes", "q"], ["y"], body=body, name="loop")
-    model = _model([loop], [_value(n, HEADS) for n in "qkv"], [_value("y", HEADS)],
-                   [numpy_helper.from_array(np.array(3), "n"), numpy_helper.from_array(np.array(True), "yes")])
+    model = _model(
+        [loop],
+        [_value(n, HEADS) for n in "qkv"],
+        [_value("y", HEADS)],
+        [numpy_helper.from_array(np.array(3), "n"), numpy_helper.from_array(np.array(True), "yes")],
+    )
     result = check(model, _feeds("q", "k", "v"))
     (site,) = sites(result, "attention")
     # What a body's input is called says nothing about its size: it may be another one each time round.
@@ -81,26 +108,38 @@ def test_loop_body_reads_the_outer_graph() -> None:
 def test_loop_body_with_known_sizes() -> None:
     known = [2, N, 5, D]
     body = helper.make_graph(
-        [*_attention_nodes("h", "k", "v", "o"), helper.make_node("Identity", ["go"], ["again"])], "body",
+        [*_attention_nodes("h", "k", "v", "o"), helper.make_node("Identity", ["go"], ["again"])],
+        "body",
         [_value("i", [], TensorProto.INT64), _value("go", [], TensorProto.BOOL), _value("h", known)],
         [_value("again", [], TensorProto.BOOL), _value("o", known)],
     )
     loop = helper.make_node("Loop", ["n", "yes", "q"], ["y"], body=body, name="loop")
-    model = _model([loop], [_value(n, known) for n in "qkv"], [_value("y", known)],
-                   [numpy_helper.from_array(np.array(3), "n"), numpy_helper.from_array(np.array(True), "yes")])
+    model = _model(
+        [loop],
+        [_value(n, known) for n in "qkv"],
+        [_value("y", known)],
+        [numpy_helper.from_array(np.array(3), "n"), numpy_helper.from_array(np.array(True), "yes")],
+    )
     result = check(model, _feeds("q", "k", "v"))
     assert [(s.status, s.graph) for s in sites(result, "attention")] == [("fused", "loop")]
 
 
 def test_scan_body() -> None:
     body = helper.make_graph(
-        [helper.make_node("MatMul", ["row", "w"], ["h"], name="linear"), helper.make_node("Relu", ["h"], ["r"]),
-         helper.make_node("Identity", ["s"], ["s2"])],
-        "body", [_value("s", [1]), _value("row", [3, 4])], [_value("s2", [1]), _value("r", [3, 5])],
+        [
+            helper.make_node("MatMul", ["row", "w"], ["h"], name="linear"),
+            helper.make_node("Relu", ["h"], ["r"]),
+            helper.make_node("Identity", ["s"], ["s2"]),
+        ],
+        "body",
+        [_value("s", [1]), _value("row", [3, 4])],
+        [_value("s2", [1]), _value("r", [3, 5])],
     )
     scan = helper.make_node("Scan", ["s0", "x"], ["s1", "y"], body=body, num_scan_inputs=1, name="scan")
     w = numpy_helper.from_array(RNG.standard_normal((4, 5)).astype(F), "w")
-    model = _model([scan], [_value("s0", [1]), _value("x", [6, 3, 4])], [_value("s1", [1]), _value("y", [6, 3, 5])], [w])
+    model = _model(
+        [scan], [_value("s0", [1]), _value("x", [6, 3, 4])], [_value("s1", [1]), _value("y", [6, 3, 5])], [w]
+    )
     result = check(model, {"s0": np.zeros(1, F), "x": RNG.standard_normal((6, 3, 4)).astype(F)})
     assert [(s.kind, s.status, s.graph) for s in result.report.sites] == [("linear", "fused", "scan")]
 
@@ -113,8 +152,13 @@ def test_function_with_an_axis_of_its_own() -> None:
     node = helper.make_node("Softmax", ["a"], ["b"], name="inner")
     axis = onnx.AttributeProto(name="axis", ref_attr_name="axis", type=onnx.AttributeProto.INT)
     node.attribute.append(axis)
-    function = helper.make_function("local", "Normalise", ["a"], ["b"], [node], [helper.make_opsetid("", 17)], attributes=["axis"])
-    calls = [helper.make_node("Normalise", ["x"], ["m"], domain="local", axis=1), helper.make_node("Normalise", ["m"], ["y"], domain="local", axis=3)]
+    function = helper.make_function(
+        "local", "Normalise", ["a"], ["b"], [node], [helper.make_opsetid("", 17)], attributes=["axis"]
+    )
+    calls = [
+        helper.make_node("Normalise", ["x"], ["m"], domain="local", axis=1),
+        helper.make_node("Normalise", ["m"], ["y"], domain="local", axis=3),
+    ]
     info = [_value("m", HEADS)]
     model = _model(calls, [_value("x", HEADS)], [_value("y", HEADS)], functions=[function])
     model.graph.value_info.extend(info)
@@ -127,11 +171,23 @@ def test_function_with_an_axis_of_its_own() -> None:
 
 
 def test_nested_functions() -> None:
-    inner = helper.make_function("local", "Attend", ["q", "k", "v"], ["o"], _attention_nodes("q", "k", "v", "o"), [helper.make_opsetid("", 17)])
-    outer = helper.make_function("local", "Twice", ["a"], ["c"],
-                                 [helper.make_node("Attend", ["a", "a", "a"], ["b"], domain="local"), helper.make_node("Relu", ["b"], ["c"])],
-                                 [helper.make_opsetid("", 17), helper.make_opsetid("local", 1)])
-    model = _model([helper.make_node("Twice", ["x"], ["y"], domain="local")], [_value("x", HEADS)], [_value("y", HEADS)], functions=[outer, inner])
+    inner = helper.make_function(
+        "local", "Attend", ["q", "k", "v"], ["o"], _attention_nodes("q", "k", "v", "o"), [helper.make_opsetid("", 17)]
+    )
+    outer = helper.make_function(
+        "local",
+        "Twice",
+        ["a"],
+        ["c"],
+        [helper.make_node("Attend", ["a", "a", "a"], ["b"], domain="local"), helper.make_node("Relu", ["b"], ["c"])],
+        [helper.make_opsetid("", 17), helper.make_opsetid("local", 1)],
+    )
+    model = _model(
+        [helper.make_node("Twice", ["x"], ["y"], domain="local")],
+        [_value("x", HEADS)],
+        [_value("y", HEADS)],
+        functions=[outer, inner],
+    )
     result = check(model, _feeds("x"))
     (site,) = sites(result, "attention")
     assert site.status == "skipped" and "called by another, Twice" in site.reason
@@ -139,9 +195,14 @@ def test_nested_functions() -> None:
 
 def test_function_whose_result_is_used() -> None:
     """The type of the call's result is written down, since nothing can infer it any more."""
-    function = helper.make_function("local", "Attend", ["q", "k", "v"], ["o"], _attention_nodes("q", "k", "v", "o"), [helper.make_opsetid("", 17)])
-    calls = [helper.make_node("Attend", ["x", "x", "x"], ["h"], domain="local"), helper.make_node("Attend", ["h", "x", "h"], ["i"], domain="local"),
-             helper.make_node("Relu", ["i"], ["y"])]
+    function = helper.make_function(
+        "local", "Attend", ["q", "k", "v"], ["o"], _attention_nodes("q", "k", "v", "o"), [helper.make_opsetid("", 17)]
+    )
+    calls = [
+        helper.make_node("Attend", ["x", "x", "x"], ["h"], domain="local"),
+        helper.make_node("Attend", ["h", "x", "h"], ["i"], domain="local"),
+        helper.make_node("Relu", ["i"], ["y"]),
+    ]
     model = _model(calls, [_value("x", HEADS)], [_value("y", HEADS)], functions=[function])
     model.graph.value_info.append(_value("h", HEADS))
     result = check(model, _feeds("x"))
@@ -151,10 +212,24 @@ def test_function_whose_result_is_used() -> None:
 
 
 def test_function_called_with_two_types_is_refused() -> None:
-    function = helper.make_function("local", "Normalise", ["a"], ["b"], [helper.make_node("Softmax", ["a"], ["b"], axis=-1)], [helper.make_opsetid("", 17)])
-    calls = [helper.make_node("Normalise", ["x"], ["y"], domain="local"), helper.make_node("Normalise", ["h"], ["z"], domain="local")]
-    model = _model(calls, [_value("x", HEADS), _value("h", HEADS, TensorProto.DOUBLE)], [_value("y", HEADS), _value("z", HEADS, TensorProto.DOUBLE)],
-                   functions=[function])
+    function = helper.make_function(
+        "local",
+        "Normalise",
+        ["a"],
+        ["b"],
+        [helper.make_node("Softmax", ["a"], ["b"], axis=-1)],
+        [helper.make_opsetid("", 17)],
+    )
+    calls = [
+        helper.make_node("Normalise", ["x"], ["y"], domain="local"),
+        helper.make_node("Normalise", ["h"], ["z"], domain="local"),
+    ]
+    model = _model(
+        calls,
+        [_value("x", HEADS), _value("h", HEADS, TensorProto.DOUBLE)],
+        [_value("y", HEADS), _value("z", HEADS, TensorProto.DOUBLE)],
+        functions=[function],
+    )
     feeds = {**_feeds("x"), "h": _feeds("h")["h"].astype(np.float64)}
     (site,) = sites(check(model, feeds), "softmax")
     assert site.status == "skipped" and "element type" in site.reason
@@ -192,7 +267,13 @@ def _annotated(with_a_site: bool) -> onnx.ModelProto:
     h = g.add("Relu", x, name="first")
     g.output(g.add("Softmax", h, axis=-1, name="second") if with_a_site else g.add("Sigmoid", h, name="second"))
     model = g.model()
-    model.producer_name, model.producer_version, model.domain, model.model_version, model.doc_string = "maker", "1.2", "org.example", 7, "about"
+    model.producer_name, model.producer_version, model.domain, model.model_version, model.doc_string = (
+        "maker",
+        "1.2",
+        "org.example",
+        7,
+        "about",
+    )
     model.graph.doc_string = "graph"
     model.metadata_props.add(key="model", value="a")
     model.graph.metadata_props.add(key="graph", value="b")
@@ -234,7 +315,11 @@ def test_notes_are_kept_around_a_replacement() -> None:
     assert result.graph.value_info[0] == model.graph.value_info[0]
     first, second = result.graph.node
     assert _plain(first) == _plain(model.graph.node[0])
-    assert (second.name, second.doc_string, list(second.metadata_props)) == ("second", "doc of second", list(model.graph.node[1].metadata_props))
+    assert (second.name, second.doc_string, list(second.metadata_props)) == (
+        "second",
+        "doc of second",
+        list(model.graph.node[1].metadata_props),
+    )
 
 
 def test_versions_are_not_raised() -> None:
@@ -250,7 +335,12 @@ def test_names_do_not_clash() -> None:
     x = g.input("x", F, ["batch", N, "seq", D])
     taken = g.add("Relu", x, name="softmax/Constant")
     kt = g.add("Transpose", taken, perm=[0, 1, 3, 2])
-    p = g.add("Softmax", g.add("Where", g.input("m", bool, ["batch", 1, 1, "seq"]), np.float32(np.finfo(F).min), g.add("MatMul", x, kt)), axis=-1, name="softmax")
+    p = g.add(
+        "Softmax",
+        g.add("Where", g.input("m", bool, ["batch", 1, 1, "seq"]), np.float32(np.finfo(F).min), g.add("MatMul", x, kt)),
+        axis=-1,
+        name="softmax",
+    )
     g.output(g.add("MatMul", p, x))
     result = check(g.model(), {**_feeds("x"), "m": np.zeros((2, 1, 1, 5), bool)})
     names = [n.name for n in result.model.graph.node] + [o for n in result.model.graph.node for o in n.output]
@@ -276,7 +366,9 @@ def _external(folder: Path, location: str = "weights.bin") -> Path:
     y = g.add("Relu", y)
     g.output(g.add("Softmax", g.add("MatMul", y, g.weight(128, 32)), axis=-1))
     path = folder / "model.onnx"
-    onnx.save_model(g.model(), path, save_as_external_data=True, location=location, size_threshold=64, convert_attribute=False)
+    onnx.save_model(
+        g.model(), path, save_as_external_data=True, location=location, size_threshold=64, convert_attribute=False
+    )
     return path
 
 
@@ -354,7 +446,11 @@ def layers(count: int, width: int = 32) -> onnx.ModelProto:
     scale = g.const(F(0.3))
     for _ in range(count):
         q, k, v = (
-            g.add("Transpose", g.add("Reshape", g.add("Add", g.add("MatMul", x, g.weight(width, width)), g.weight(width)), split), perm=perm)
+            g.add(
+                "Transpose",
+                g.add("Reshape", g.add("Add", g.add("MatMul", x, g.weight(width, width)), g.weight(width)), split),
+                perm=perm,
+            )
             for perm in ([0, 2, 1, 3], [0, 2, 3, 1], [0, 2, 1, 3])
         )
         p = g.add("Softmax", g.add("Mul", g.add("MatMul", q, k), scale), axis=-1)

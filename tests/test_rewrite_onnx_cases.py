@@ -31,7 +31,10 @@ def test_case(case: Any) -> None:
     (site,) = sites(result, "attention")
     if _gives_scores(case.model):
         assert site.status == "skipped"
-        assert any(why in site.reason for why in ("gives its scores out", "is also used by", "are used by other nodes", "DOUBLE"))
+        assert any(
+            why in site.reason
+            for why in ("gives its scores out", "is also used by", "are used by other nodes", "DOUBLE")
+        )
         return
     assert site.status == "fused", site.reason
     onnx.checker.check_model(result.model, full_check=True)
@@ -44,4 +47,6 @@ def test_case(case: Any) -> None:
         for actual, wanted in zip(run(feeds), expected, strict=True):
             epsilon = float(ml_dtypes.finfo(wanted.dtype).eps)
             error = np.abs(actual.astype(np.float64) - wanted.astype(np.float64))
-            assert np.all(error <= case.atol + max(case.rtol, 4 * epsilon) * np.maximum(1.0, np.abs(wanted.astype(np.float64))))
+            assert np.all(
+                error <= case.atol + max(case.rtol, 4 * epsilon) * np.maximum(1.0, np.abs(wanted.astype(np.float64)))
+            )

@@ -93,7 +93,9 @@ class Rewriter:
             return None
         for caller in self.model.functions.values():
             if any(n.op_identifier() == root.identifier() for g, _ in graphs_of(caller) for n in g):
-                return f"the function is called by another, {caller.name}, which would not know the types of its results"
+                return (
+                    f"the function is called by another, {caller.name}, which would not know the types of its results"
+                )
         unknown = next((v for v in root.outputs if facts.dtype(v) is None), None)
         return None if unknown is None else f"the element type of the function's result {unknown.name} is not known"
 
@@ -113,7 +115,8 @@ class Rewriter:
     def _callers_first(self) -> list[ir.Function]:
         functions = dict(self.model.functions)
         callees = {
-            key: [n.op_identifier() for g, _ in graphs_of(f) for n in g if n.op_identifier() in functions] for key, f in functions.items()
+            key: [n.op_identifier() for g, _ in graphs_of(f) for n in g if n.op_identifier() in functions]
+            for key, f in functions.items()
         }
         out: list[ir.Function] = []
         seen: set[object] = set()
@@ -138,7 +141,9 @@ class Rewriter:
         for graph, _ in graphs_of(root):
             for node in graph:
                 if node.op_identifier() in self.model.functions:
-                    self._calls.setdefault(node.op_identifier(), []).append([(facts.shape(v), facts.dtype(v)) for v in node.inputs])
+                    self._calls.setdefault(node.op_identifier(), []).append(
+                        [(facts.shape(v), facts.dtype(v)) for v in node.inputs]
+                    )
         sizes = Sizes(root, facts, self._names)
         obstacle = self._obstacle(root, facts)
         before = len(self.report.select(status="fused"))
@@ -151,7 +156,9 @@ class Rewriter:
                         continue  # removed with an earlier site
                     match = rule.pattern(node, facts)
                     if match is not None:
-                        sites.append((order.get(node, len(order)), self._apply(rule, match, facts, sizes, graph, path, obstacle)))
+                        sites.append(
+                            (order.get(node, len(order)), self._apply(rule, match, facts, sizes, graph, path, obstacle))
+                        )
         made = list(sizes.nodes)
         sizes.nodes.clear()
         sweep(made, facts, sizes)
@@ -177,7 +184,9 @@ class Rewriter:
         names = [_name(n) for n in match.nodes]
 
         def skipped(reason: str, fault: object = None) -> Site:
-            return Site(rule.kind, names, "skipped", rule.op, reason, _name(fault) if isinstance(fault, ir.Node) else None, path)
+            return Site(
+                rule.kind, names, "skipped", rule.op, reason, _name(fault) if isinstance(fault, ir.Node) else None, path
+            )
 
         if (self._only is not None and rule.kind not in self._only) or rule.kind in self._skip:
             return skipped("the rule is switched off")
@@ -275,7 +284,12 @@ def sweep(nodes: Iterable[ir.Node], facts: Facts, sizes: Sizes) -> None:
             producer = value.producer()
             if producer is not None:
                 pending.append(producer)
-            elif value.is_initializer() and not value.uses() and not value.is_graph_output() and not value.is_graph_input():
+            elif (
+                value.is_initializer()
+                and not value.uses()
+                and not value.is_graph_output()
+                and not value.is_graph_input()
+            ):
                 owner = value.graph
                 if owner is not None:
                     owner.initializers.pop(value.name, None)

@@ -238,7 +238,12 @@ class Facts:
             shape = None
             if shapes and None not in shapes and len({len(s) for s in shapes}) == 1:
                 shape = tuple(
-                    symbols.setdefault(sizes, sizes[0] if isinstance(sizes[0], int) and len(set(sizes)) == 1 else Dim.symbol(f"{value.name}[{axis}]"))
+                    symbols.setdefault(
+                        sizes,
+                        sizes[0]
+                        if isinstance(sizes[0], int) and len(set(sizes)) == 1
+                        else Dim.symbol(f"{value.name}[{axis}]"),
+                    )
                     for axis, sizes in enumerate(zip(*shapes))
                 )
             self.set(value, shape, dtypes.pop() if len(dtypes) == 1 else None)
@@ -317,7 +322,9 @@ class Facts:
             return declared
         if declared is None or len(declared) != len(shape):
             return shape
-        return tuple(d if isinstance(d, int) and not isinstance(s, int) and _opaque(s) else s for s, d in zip(shape, declared))
+        return tuple(
+            d if isinstance(d, int) and not isinstance(s, int) and _opaque(s) else s for s, d in zip(shape, declared)
+        )
 
 
 def _opaque(size: Size) -> bool:
@@ -328,7 +335,9 @@ def _opaque(size: Size) -> bool:
 class _Result:
     __slots__ = ("data", "dtypes", "shapes")
 
-    def __init__(self, shapes: Sequence[Shape | None], dtypes: Sequence[ir.DataType | None], data: np.ndarray | None = None) -> None:
+    def __init__(
+        self, shapes: Sequence[Shape | None], dtypes: Sequence[ir.DataType | None], data: np.ndarray | None = None
+    ) -> None:
         self.shapes, self.dtypes, self.data = shapes, dtypes, data
 
 
@@ -379,12 +388,54 @@ def _constant(facts: Facts, node: ir.Node) -> _Result | None:
     return _Result((tuple(int(d) for d in tensor.shape),), (tensor.dtype,), facts.data(out))
 
 
-@_handles("Identity", "Relu", "Gelu", "Erf", "Tanh", "Sigmoid", "Softmax", "LogSoftmax", "Neg", "Abs", "Exp", "Log", "Sin", "Cos",
-          "Clip", "Ceil", "Floor", "Round", "Sign", "Softplus", "LeakyRelu", "Elu", "HardSigmoid", "HardSwish", "Swish", "Trilu",
-          "CumSum", "LayerNormalization", "RMSNormalization", "GroupNormalization", "InstanceNormalization", "BatchNormalization",
-          "RotaryEmbedding", "LpNormalization", "Not", "BitwiseNot", "Dropout", "ScatterND", "ScatterElements",
-          "ortplugins::FusedSoftmax", "com.microsoft::FastGelu", "com.microsoft::Gelu", "com.microsoft::QuickGelu",
-          "com.microsoft::BiasGelu", "com.microsoft::SkipLayerNormalization", "com.microsoft::RotaryEmbedding")
+@_handles(
+    "Identity",
+    "Relu",
+    "Gelu",
+    "Erf",
+    "Tanh",
+    "Sigmoid",
+    "Softmax",
+    "LogSoftmax",
+    "Neg",
+    "Abs",
+    "Exp",
+    "Log",
+    "Sin",
+    "Cos",
+    "Clip",
+    "Ceil",
+    "Floor",
+    "Round",
+    "Sign",
+    "Softplus",
+    "LeakyRelu",
+    "Elu",
+    "HardSigmoid",
+    "HardSwish",
+    "Swish",
+    "Trilu",
+    "CumSum",
+    "LayerNormalization",
+    "RMSNormalization",
+    "GroupNormalization",
+    "InstanceNormalization",
+    "BatchNormalization",
+    "RotaryEmbedding",
+    "LpNormalization",
+    "Not",
+    "BitwiseNot",
+    "Dropout",
+    "ScatterND",
+    "ScatterElements",
+    "ortplugins::FusedSoftmax",
+    "com.microsoft::FastGelu",
+    "com.microsoft::Gelu",
+    "com.microsoft::QuickGelu",
+    "com.microsoft::BiasGelu",
+    "com.microsoft::SkipLayerNormalization",
+    "com.microsoft::RotaryEmbedding",
+)
 def _same(facts: Facts, node: ir.Node) -> _Result:
     x = node.inputs[0]
     data = facts.data(x) if op_of(node) == "Identity" else None
@@ -476,7 +527,24 @@ def _larger(a: object, b: object) -> object:
     return max(a, b)
 
 
-@_handles("Add", "Sub", "Mul", "Div", "Pow", "Mod", "Min", "Max", "PRelu", "And", "Or", "Xor", "BitwiseAnd", "BitwiseOr", "Sum", "Mean")
+@_handles(
+    "Add",
+    "Sub",
+    "Mul",
+    "Div",
+    "Pow",
+    "Mod",
+    "Min",
+    "Max",
+    "PRelu",
+    "And",
+    "Or",
+    "Xor",
+    "BitwiseAnd",
+    "BitwiseOr",
+    "Sum",
+    "Mean",
+)
 def _elementwise(facts: Facts, node: ir.Node) -> _Result:
     inputs = list(node.inputs)
     op = op_of(node)
@@ -484,8 +552,15 @@ def _elementwise(facts: Facts, node: ir.Node) -> _Result:
     data = None
     if len(inputs) == 2:
         a, b = facts.data(inputs[0]), facts.data(inputs[1])
-        function = {**_BINARY, "Div": _divide, "Min": _smaller, "Max": _larger, "Mod": _modulo, "And": lambda x, y: bool(x and y),
-                    "Or": lambda x, y: bool(x or y)}.get(op)
+        function = {
+            **_BINARY,
+            "Div": _divide,
+            "Min": _smaller,
+            "Max": _larger,
+            "Mod": _modulo,
+            "And": lambda x, y: bool(x and y),
+            "Or": lambda x, y: bool(x or y),
+        }.get(op)
         if a is not None and b is not None and function is not None:
             with np.errstate(all="ignore"):
                 try:
@@ -558,7 +633,12 @@ def _gather(facts: Facts, node: ir.Node) -> _Result:
     axis = attr(node, "axis", 0)
     data = None
     dx, di = facts.data(x), facts.data(indices)
-    if dx is not None and di is not None and axis is not REFERENCE and not any(isinstance(i, Dim) for i in di.reshape(-1)):
+    if (
+        dx is not None
+        and di is not None
+        and axis is not REFERENCE
+        and not any(isinstance(i, Dim) for i in di.reshape(-1))
+    ):
         try:
             data = np.asarray(np.take(dx, di.astype(np.int64), axis=axis), object)
         except IndexError:
@@ -692,6 +772,7 @@ def _sliced(size: Size, start: object, end: object, step: object, unknown: Size)
         return len(range(*slice(start, None if end <= -(2**62) else end, step).indices(size)))
     if step != 1:
         return unknown
+
     def place(v: Size) -> Size | None:
         """The position that an index means: clamped to [0, size]."""
         if isinstance(v, int):
@@ -703,7 +784,9 @@ def _sliced(size: Size, start: object, end: object, step: object, unknown: Size)
         if v == size:
             return size
         difference = size - v
-        if (isinstance(difference, int) and difference >= 0) or (isinstance(difference, Dim) and difference.nonnegative):
+        if (isinstance(difference, int) and difference >= 0) or (
+            isinstance(difference, Dim) and difference.nonnegative
+        ):
             # v is at most size, and at least 0 when it is a sum of sizes.
             return v if v.nonnegative else None
         if v.nonnegative:
@@ -715,7 +798,12 @@ def _sliced(size: Size, start: object, end: object, step: object, unknown: Size)
         if end == size or (isinstance(end, int) and end >= 2**31 - 1):
             return _minimum(-start, size)
         return unknown
-    if isinstance(end, int) and end < 0 and isinstance(size, Dim) and not (size + end if isinstance(size + end, int) else (size + end)).__class__ is int:
+    if (
+        isinstance(end, int)
+        and end < 0
+        and isinstance(size, Dim)
+        and not (size + end if isinstance(size + end, int) else (size + end)).__class__ is int
+    ):
         if not (isinstance(size + end, Dim) and (size + end).nonnegative):
             return unknown
     first, last = place(start), place(end)
@@ -772,7 +860,9 @@ def _transpose(facts: Facts, node: ir.Node) -> _Result:
     shape = facts.shape(x)
     perm = attr(node, "perm")
     if shape is None:
-        return _one(None if perm in (None, REFERENCE) else tuple(_unknown(node, i) for i in range(len(perm))), facts.dtype(x))
+        return _one(
+            None if perm in (None, REFERENCE) else tuple(_unknown(node, i) for i in range(len(perm))), facts.dtype(x)
+        )
     perm = list(reversed(range(len(shape)))) if perm is None else perm
     if perm is REFERENCE:
         return _one(tuple(_unknown(node, i) for i in range(len(shape))), facts.dtype(x))
@@ -961,12 +1051,17 @@ def _spatial(facts: Facts, node: ir.Node) -> _Result:
     if op == "Conv":
         weight = facts.shape(node.inputs[1])
         channels = weight[0] if weight is not None else _unknown(node, 1)
-        if weight is not None and all(isinstance(d, int) for d in (*shape[2:], *weight[2:])) and attr(node, "auto_pad", "NOTSET") == "NOTSET":
+        if (
+            weight is not None
+            and all(isinstance(d, int) for d in (*shape[2:], *weight[2:]))
+            and attr(node, "auto_pad", "NOTSET") == "NOTSET"
+        ):
             rank = len(shape) - 2
             strides, dilations = attr(node, "strides", [1] * rank), attr(node, "dilations", [1] * rank)
             pads = attr(node, "pads", [0] * 2 * rank)
             spatial = tuple(
-                (shape[2 + i] + pads[i] + pads[i + rank] - dilations[i] * (weight[2 + i] - 1) - 1) // strides[i] + 1 for i in range(rank)
+                (shape[2 + i] + pads[i] + pads[i + rank] - dilations[i] * (weight[2 + i] - 1) - 1) // strides[i] + 1
+                for i in range(rank)
             )
             return _one((shape[0], channels, *spatial), facts.dtype(x))
     elif op == "ConvTranspose":
@@ -977,7 +1072,12 @@ def _spatial(facts: Facts, node: ir.Node) -> _Result:
 
 def _resized(facts: Facts, node: ir.Node, shape: Shape) -> Shape:
     sizes = facts.ints(_input(node, 3))
-    if sizes is not None and len(sizes) == len(shape) and "axes" not in node.attributes and attr(node, "keep_aspect_ratio_policy", "stretch") == "stretch":
+    if (
+        sizes is not None
+        and len(sizes) == len(shape)
+        and "axes" not in node.attributes
+        and attr(node, "keep_aspect_ratio_policy", "stretch") == "stretch"
+    ):
         return tuple(sizes)
     scales = facts.data(_input(node, 2))
     if scales is not None and scales.size == len(shape) and "axes" not in node.attributes:
@@ -1064,4 +1164,7 @@ def _fused_attention(facts: Facts, node: ir.Node) -> _Result:
         return _Result([(*q[:3], v[3])], [dtype] * len(node.outputs))
     heads = attr(node, "num_heads", 0)
     dim = exact_div(v[2], attr(node, "kv_num_heads", 0) or heads)
-    return _Result([(q[0], q[1], heads * dim if dim is not None else Dim.symbol(f"{node.outputs[0].name}[2]"))], [dtype] * len(node.outputs))
+    return _Result(
+        [(q[0], q[1], heads * dim if dim is not None else Dim.symbol(f"{node.outputs[0].name}[2]"))],
+        [dtype] * len(node.outputs),
+    )

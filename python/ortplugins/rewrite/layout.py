@@ -80,7 +80,13 @@ def regroup(arrangement: Arrangement, shape: Sequence[Size]) -> Arrangement | No
             axis.append(factor)
             have = have * factor.size
         # A factor of size 1 belongs to an axis of size 1, if one comes next.
-        if want == 1 and not axis and pending and pending[0].size == 1 and _ones(pending) >= sum(s == 1 for s in shape[i:]):
+        if (
+            want == 1
+            and not axis
+            and pending
+            and pending[0].size == 1
+            and _ones(pending) >= sum(s == 1 for s in shape[i:])
+        ):
             axis.append(pending.pop(0))
         out.append(axis)
     if any(f.size != 1 for f in pending):

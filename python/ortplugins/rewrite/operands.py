@@ -68,13 +68,20 @@ def is_no_op(facts: Facts, node: ir.Node) -> bool:
         return facts.dtype(x) is not None and facts.dtype(x) == facts.dtype(y)
     if op == "Slice":
         steps = facts.ints(node.inputs[4]) if len(node.inputs) > 4 and node.inputs[4] is not None else [1]
-        return facts.shape(x) is not None and facts.shape(x) == facts.shape(y) and steps is not None and all(s == 1 for s in steps)
+        return (
+            facts.shape(x) is not None
+            and facts.shape(x) == facts.shape(y)
+            and steps is not None
+            and all(s == 1 for s in steps)
+        )
     if op in ("Reshape", "Expand"):
         return facts.shape(x) is not None and facts.shape(x) == facts.shape(y)
     if op == "Dropout":
         training = facts.data(node.inputs[2]) if len(node.inputs) > 2 and node.inputs[2] is not None else None
         unused_mask = len(node.outputs) < 2 or (not node.outputs[1].uses() and not node.outputs[1].is_graph_output())
-        return unused_mask and (len(node.inputs) < 3 or node.inputs[2] is None or (training is not None and not training.any()))
+        return unused_mask and (
+            len(node.inputs) < 3 or node.inputs[2] is None or (training is not None and not training.any())
+        )
     return False
 
 
@@ -92,7 +99,9 @@ def unexpand(arrangement: Arrangement, source: tuple[object, ...], target: tuple
     return out
 
 
-def step_back(facts: Facts, node: ir.Node, value: ir.Value, arrangement: Arrangement) -> tuple[ir.Value, Arrangement, float] | None:
+def step_back(
+    facts: Facts, node: ir.Node, value: ir.Value, arrangement: Arrangement
+) -> tuple[ir.Value, Arrangement, float] | None:
     """One layout op or constant factor back from its output; None when the node is something else or not understood."""
     op = op_of(node)
     x = node.inputs[0] if node.inputs else None
@@ -188,4 +197,14 @@ def step_forward(facts: Facts, node: ir.Node, arrangement: Arrangement) -> Arran
     return None
 
 
-__all__ = ["Arrangement", "Factor", "Level", "downstream", "is_no_op", "scalar_operand", "step_back", "step_forward", "upstream"]
+__all__ = [
+    "Arrangement",
+    "Factor",
+    "Level",
+    "downstream",
+    "is_no_op",
+    "scalar_operand",
+    "step_back",
+    "step_forward",
+    "upstream",
+]

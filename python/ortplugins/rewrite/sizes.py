@@ -100,5 +100,7 @@ class Sizes:
             source, axis = self._facts.size_sources[symbol]
             if source not in self._vectors:
                 self._vectors[source] = self._tape.op("Shape", [source])
-            self._vectors[symbol] = self._tape.op("Gather", [self._vectors[source], self._tape.ints([axis])], {"axis": 0})
+            self._vectors[symbol] = self._tape.op(
+                "Gather", [self._vectors[source], self._tape.ints([axis])], {"axis": 0}
+            )
         return self._vectors[symbol]

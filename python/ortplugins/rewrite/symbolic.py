@@ -117,7 +117,7 @@ def exact_div(a: Size, b: Size) -> Size | None:
     divisor = list(_terms(b))
     if len(divisor) != 1 or divisor[0][1] == 0:
         return _polynomial_div(a, b)
-    (mb, cb), = divisor
+    ((mb, cb),) = divisor
     out: _Terms = {}
     for ma, ca in _terms(a):
         rest = list(ma)

@@ -83,7 +83,9 @@ class Tape:
                 out.dtype = dtype
         return node.outputs[0]
 
-    def fused(self, op_type: str, inputs: Sequence[ir.Value | None], attributes: Mapping[str, object], outputs: int = 1) -> ir.Node:
+    def fused(
+        self, op_type: str, inputs: Sequence[ir.Value | None], attributes: Mapping[str, object], outputs: int = 1
+    ) -> ir.Node:
         """Adds a node of the package's own domain; attributes equal to their defaults are left out."""
         spec = find(op_type)
         kept = {k: v for k, v in attributes.items() if v is not None and v != spec.attr(k).default}
@@ -121,7 +123,9 @@ class Tape:
         name = self._names.free(f"{value.name}/{self._base}")
         lazy = ir.LazyTensor(
             lambda: ir.tensor(np.ascontiguousarray(function(tensor.numpy())), dtype=tensor.dtype),
-            dtype=tensor.dtype, shape=ir.Shape(shape), name=name,
+            dtype=tensor.dtype,
+            shape=ir.Shape(shape),
+            name=name,
         )
         out = ir.Value(name=name, shape=ir.Shape(shape), type=ir.TensorType(tensor.dtype), const_value=lazy)
         self.initializers.append(out)
@@ -152,7 +156,9 @@ class Tape:
             shape = self._runtime_shape(value, source, target, entries)
         return self.op("Reshape", [value, shape])
 
-    def _runtime_shape(self, value: ir.Value, source: Arrangement, target: Arrangement, entries: Sequence[int | None]) -> ir.Value:
+    def _runtime_shape(
+        self, value: ir.Value, source: Arrangement, target: Arrangement, entries: Sequence[int | None]
+    ) -> ir.Value:
         all_sizes = None
         pieces: list[ir.Value] = []
         inferred = False
@@ -169,7 +175,9 @@ class Tape:
                 inferred = True
                 pieces.append(self.ints([-1]))
             else:
-                raise Refused(f"the size {sizes([axis])[0]} of an axis is not known before the graph runs", value.producer())
+                raise Refused(
+                    f"the size {sizes([axis])[0]} of an axis is not known before the graph runs", value.producer()
+                )
         return self.op("Concat", pieces, {"axis": 0})
 
     def expand(self, value: ir.Value, repeats: Shape) -> ir.Value:
@@ -177,7 +185,9 @@ class Tape:
         if all(isinstance(r, int) for r in repeats):
             return self.op("Expand", [value, self.ints([int(r) for r in repeats])])
         if self._vector is None or not all(map(self.facts.is_derivable, repeats)):
-            raise Refused(f"a size of ({', '.join(map(str, repeats))}) is not known before the graph runs", value.producer())
+            raise Refused(
+                f"a size of ({', '.join(map(str, repeats))}) is not known before the graph runs", value.producer()
+            )
         return self.op("Expand", [value, self._vector(repeats)])
 
     def arrange(self, value: ir.Value, source: Arrangement, target: Arrangement) -> ir.Value:

@@ -13,8 +13,13 @@ from typing import Any, Protocol
 
 import onnx_ir as ir
 
+from ...ops import FLOAT_TYPES, ONNX_TYPE_CODES
 from ..facts import Facts
 from ..tape import Tape
+
+
+TYPES = tuple(ir.DataType(ONNX_TYPE_CODES[name]) for name in FLOAT_TYPES)
+"""Element types of the operators."""
 
 
 @dataclass(frozen=True)

@@ -130,7 +130,9 @@ def find(facts: Facts, value: ir.Value) -> Activation | None:
             out = ready.outputs[0]
             known[out] = result
             live.add(out)
-            live = {v for v in live if v is out or any(n not in inside for n in facts.readers(v)) or v.is_graph_output()}
+            live = {
+                v for v in live if v is out or any(n not in inside for n in facts.readers(v)) or v.is_graph_output()
+            }
             if live == {out}:
                 for name, function in ACTIVATIONS.items():
                     if _agree(result, function(_POINTS)):
@@ -139,7 +141,18 @@ def find(facts: Facts, value: ir.Value) -> Activation | None:
 
 
 # Numbers that activations are written with, to give a float32 (or float16) constant its exact meaning.
-_MEANT = (0.5, 1.0, 2.0, 3.0, math.sqrt(2.0), math.sqrt(0.5), math.sqrt(2.0 / math.pi), 0.044715, 1.702, math.sqrt(2.0 / math.pi) * 0.044715)
+_MEANT = (
+    0.5,
+    1.0,
+    2.0,
+    3.0,
+    math.sqrt(2.0),
+    math.sqrt(0.5),
+    math.sqrt(2.0 / math.pi),
+    0.044715,
+    1.702,
+    math.sqrt(2.0 / math.pi) * 0.044715,
+)
 
 
 def _exact(number: float, half: bool) -> float:

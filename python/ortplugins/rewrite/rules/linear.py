@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-import numpy as np
 import onnx_ir as ir
 
 from ..facts import Facts, attr, op_of, tensor_of
@@ -12,9 +11,8 @@ from ..operands import is_no_op, scalar_operand
 from ..report import Refused
 from ..symbolic import product
 from ..tape import Tape
-from . import Match, Options, Replacement, activations
+from . import TYPES, Match, Options, Replacement, activations
 
-_TYPES = (ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 _LARGEST_TRANSPOSED = 1 << 29  # bytes: above, the copy would cost more memory than reading it transposed does time
 _QUANTISED = frozenset({"DequantizeLinear", "com.microsoft::DequantizeLinear", "com.microsoft::MatMulNBits"})
 
@@ -61,7 +59,7 @@ class LinearRule:
         if weight is None:
             raise Refused("the weight is computed in the graph", b.producer() or node)
         dtype = facts.dtype(b)
-        if dtype not in _TYPES:
+        if dtype not in TYPES:
             raise Refused(f"the element type is {dtype.name}, the operator takes float32, float16 and bfloat16", node)
         value, transposed = weight
         plan = Plan(a, value, node.outputs[0], trans_b=transposed, nodes=[node])
@@ -84,7 +82,12 @@ class LinearRule:
     def _drop_reshapes(self, plan: Plan, facts: Facts) -> None:
         """Gemm takes matrices only, so exporters reshape around it; the operator takes the batch as it is."""
         before, after = plan.a.producer(), facts.only_reader(plan.y)
-        if plan.trans_a or op_of(before) not in ("Reshape", "Flatten") or op_of(after) != "Reshape" or after.inputs[0] is not plan.y:
+        if (
+            plan.trans_a
+            or op_of(before) not in ("Reshape", "Flatten")
+            or op_of(after) != "Reshape"
+            or after.inputs[0] is not plan.y
+        ):
             return
         x = before.inputs[0]
         xs, ys = facts.shape(x), facts.shape(after.outputs[0])
@@ -107,7 +110,7 @@ class LinearRule:
         while True:
             node = facts.only_reader(plan.y)
             shape = facts.shape(plan.y)
-            if plan.activation == "none" and shape is not None and facts.dtype(plan.b) in _TYPES:
+            if plan.activation == "none" and shape is not None and facts.dtype(plan.b) in TYPES:
                 found = activations.find(facts, plan.y)
                 if found is not None:
                     plan.activation, plan.y = found.name, found.value
@@ -124,7 +127,12 @@ class LinearRule:
                 other = node.inputs[1] if node.inputs[0] is plan.y else node.inputs[0]
                 if plan.bias is None and plan.residual is None and self._is_bias(facts, other, shape):
                     plan.bias = other
-                elif plan.residual is None and facts.shape(other) == shape and tensor_of(other) is None and facts.dtype(other) == facts.dtype(plan.b):
+                elif (
+                    plan.residual is None
+                    and facts.shape(other) == shape
+                    and tensor_of(other) is None
+                    and facts.dtype(other) == facts.dtype(plan.b)
+                ):
                     plan.residual = other
                 else:
                     return
@@ -143,7 +151,13 @@ class LinearRule:
     def _is_bias(facts: Facts, value: ir.Value, shape: tuple) -> bool:
         """A constant row that is added to every row."""
         own = facts.shape(value)
-        return tensor_of(value) is not None and len(own) >= 1 and own[-1] in (1, shape[-1]) and all(d == 1 for d in own[:-1]) and len(own) <= len(shape)
+        return (
+            tensor_of(value) is not None
+            and len(own) >= 1
+            and own[-1] in (1, shape[-1])
+            and all(d == 1 for d in own[:-1])
+            and len(own) <= len(shape)
+        )
 
     def rewrite(self, plan: Plan, tape: Tape, options: Options) -> Replacement:
         b, trans_b = plan.b, plan.trans_b
@@ -153,14 +167,18 @@ class LinearRule:
         bias = plan.bias
         if bias is not None and tape.facts.rank(bias) > 2:
             bias = tape.folded(bias, lambda t: t.reshape(-1))
-        node = tape.fused("FusedGemm", [plan.a, b, bias, plan.residual], {
-            "alpha": plan.alpha,
-            "beta": plan.beta,
-            "transA": int(plan.trans_a),
-            "transB": int(trans_b),
-            "activation": plan.activation,
-            "precision": options.precision.get(self.op, "ieee"),
-        })
+        node = tape.fused(
+            "FusedGemm",
+            [plan.a, b, bias, plan.residual],
+            {
+                "alpha": plan.alpha,
+                "beta": plan.beta,
+                "transA": int(plan.trans_a),
+                "transB": int(trans_b),
+                "activation": plan.activation,
+                "precision": options.precision.get(self.op, "ieee"),
+            },
+        )
         return Replacement([(plan.y, node.outputs[0])])
 
 
@@ -180,6 +198,3 @@ def _weight(facts: Facts, value: ir.Value | None) -> tuple[ir.Value, bool] | Non
             return None
         value = node.inputs[0]
     return None
-
-
-__all__ = ["LinearRule", "Plan", "np"]

@@ -239,7 +239,11 @@ def _sliced(facts: Facts, node: ir.Node, wanted: bool, depth: int) -> Condition 
         return None
     starts, axes = facts.ints(node.inputs[1]), facts.ints(node.inputs[3])
     steps = facts.ints(node.inputs[4]) if len(node.inputs) > 4 and node.inputs[4] is not None else None
-    if starts is None or axes is None or (len(node.inputs) > 4 and node.inputs[4] is not None and (steps is None or any(s != 1 for s in steps))):
+    if (
+        starts is None
+        or axes is None
+        or (len(node.inputs) > 4 and node.inputs[4] is not None and (steps is None or any(s != 1 for s in steps)))
+    ):
         return None
     inside = condition(facts, node.inputs[0], wanted, depth + 1)
     if inside.rest:
@@ -317,7 +321,9 @@ def as_choice(facts: Facts, term: Term) -> Choice | None:
         return None
     value = term.value
     node = value.producer()
-    while node is not None and (op_of(node) in ("Identity", "Expand") or is_no_op(facts, node) or _only_front(facts, node)):
+    while node is not None and (
+        op_of(node) in ("Identity", "Expand") or is_no_op(facts, node) or _only_front(facts, node)
+    ):
         value = node.inputs[0]
         node = value.producer()
     dtype = facts.dtype(value)
@@ -327,7 +333,9 @@ def as_choice(facts: Facts, term: Term) -> Choice | None:
             fill = facts.scalar(other)
             if facts.scalar(zero) == 0.0 and fill is not None and wins(fill, dtype):
                 shape, own = facts.shape(test), facts.shape(value)
-                return Choice(condition(facts, test, wanted), fill, term) if shape is not None and shape == own else None
+                return (
+                    Choice(condition(facts, test, wanted), fill, term) if shape is not None and shape == own else None
+                )
     if op_of(node) == "Trilu" and attr(node, "upper", 1) == 1:
         fill = facts.scalar(node.inputs[0])
         if fill is None and op_of(node.inputs[0].producer()) in ("Expand", "ConstantOfShape"):
@@ -336,7 +344,11 @@ def as_choice(facts: Facts, term: Term) -> Choice | None:
         if fill is not None and wins(fill, dtype) and offset is not None:
             return Choice(Condition(right=offset[0] - 1), fill, term)
     tensor = tensor_of(value)
-    if tensor is not None and 0 < tensor.size <= _LARGEST_CONSTANT and tensor.dtype in (ir.DataType.FLOAT, ir.DataType.FLOAT16):
+    if (
+        tensor is not None
+        and 0 < tensor.size <= _LARGEST_CONSTANT
+        and tensor.dtype in (ir.DataType.FLOAT, ir.DataType.FLOAT16)
+    ):
         array = tensor.numpy()
         low = float(array.min())
         found = _pattern(array == 0) if wins(low, dtype) and np.all((array == 0) | (array == low)) else None
@@ -370,14 +382,18 @@ def reduce_masks(facts: Facts, terms: Sequence[Term], offset: Size, aligned: Seq
     for term, in_line in zip(terms, aligned):
         choice = as_choice(facts, term) if in_line else None
         if choice is None:
-            out.steps.append(term if term.fill is None else Choice(Condition(rest=[(term.value, term.keep)]), term.fill, term))
+            out.steps.append(
+                term if term.fill is None else Choice(Condition(rest=[(term.value, term.keep)]), term.fill, term)
+            )
             continue
         hard = choice.fill == -math.inf
         alone = len(terms) == 1 and not choice.condition.rest
         found = choice.condition
         if found.bounded:
             if not ((hard or alone) and _take_bounds(out, found, offset, hard)):
-                out.steps.append(term if term.fill is None else Choice(Condition(rest=[(term.value, term.keep)]), term.fill, term))
+                out.steps.append(
+                    term if term.fill is None else Choice(Condition(rest=[(term.value, term.keep)]), term.fill, term)
+                )
                 continue
         elif term.fill is None and not hard and _covers(facts, found, term.value):
             out.steps.append(term)  # nothing to gain
@@ -397,7 +413,7 @@ def _covers(facts: Facts, found: Condition, value: ir.Value) -> bool:
     """The conditions together are as large as the mask made of them."""
     shape = facts.shape(value)
     together = broadcast((1,), *(facts.shape(v) for v, _ in found.rest)) if found.rest else (1,)
-    return together is None or shape is None or together[-len(shape):] == shape
+    return together is None or shape is None or together[-len(shape) :] == shape
 
 
 def _take_bounds(out: Masks, found: Condition, offset: Size, hard: bool) -> bool:
@@ -427,7 +443,12 @@ def emit(masks: Masks, canonical: Arrangement, dtype: ir.DataType, tape: Tape) -
     """All masks as one tensor that broadcasts to (batch, heads, query, key); None if there is none."""
     if not masks.steps:
         return None
-    key = ("mask", dtype, *(_key(step) for step in masks.steps), tuple(tuple(f.size for f in axis) for axis in canonical))
+    key = (
+        "mask",
+        dtype,
+        *(_key(step) for step in masks.steps),
+        tuple(tuple(f.size for f in axis) for axis in canonical),
+    )
     return tape.shared(key, lambda: _emit(masks, canonical, dtype, tape))
 
 
@@ -478,13 +499,13 @@ def to_canonical(value: ir.Value, term: Term, target: Arrangement, tape: Tape) -
     value = _without_expand(tape.facts, value)
     shape = tape.facts.shape(value)
     have_rank = min(len(shape), len(term.arrangement))
-    behind = term.arrangement[len(term.arrangement) - have_rank:]
+    behind = term.arrangement[len(term.arrangement) - have_rank :]
     if len(shape) > have_rank:  # axes of size 1 in front
-        shape = shape[len(shape) - have_rank:]
+        shape = shape[len(shape) - have_rank :]
     have: Arrangement = [axis if size != 1 else [] for axis, size in zip(behind, shape)]
     rank = tape.facts.rank(value)
     # A rank of at most 4 whose axes lie as the operator wants them needs nothing.
-    lined = target[len(target) - rank:] if rank == have_rank and rank <= 4 else []
+    lined = target[len(target) - rank :] if rank == have_rank and rank <= 4 else []
     if lined and all(not axis or same([axis], [want]) for axis, want in zip(have, lined)):
         return value
     unsure = next((size for axis, size in zip(behind, shape) if size not in (1, *sizes([axis]))), None)
@@ -511,6 +532,11 @@ def _without_expand(facts: Facts, value: ir.Value) -> ir.Value:
             return value
         x = node.inputs[0]
         before, after = facts.shape(x), facts.shape(value)
-        if before is None or after is None or len(before) != len(after) or any(b not in (1, a) for b, a in zip(before, after)):
+        if (
+            before is None
+            or after is None
+            or len(before) != len(after)
+            or any(b not in (1, a) for b, a in zip(before, after))
+        ):
             return value
         value = x

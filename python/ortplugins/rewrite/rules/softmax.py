@@ -9,17 +9,14 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-import numpy as np
 import onnx_ir as ir
 
 from ..facts import REFERENCE, Facts, attr, broadcast, op_of
 from ..operands import scalar_operand
 from ..report import Refused
 from ..tape import Tape
-from . import Match, Options, Replacement
-from .attention import _nan_guard
-
-_TYPES = (ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
+from . import TYPES, Match, Options, Replacement
+from .guards import nan_guard
 
 
 @dataclass
@@ -46,7 +43,9 @@ class SoftmaxRule:
     def check(self, match: Match, facts: Facts, options: Options) -> Plan:
         node = match.centre
         x, y = node.inputs[0], node.outputs[0]
-        quantised = next((n for n in (x.producer(), *y.consumers()) if op_of(n) in ("DequantizeLinear", "QuantizeLinear")), None)
+        quantised = next(
+            (n for n in (x.producer(), *y.consumers()) if op_of(n) in ("DequantizeLinear", "QuantizeLinear")), None
+        )
         if quantised is not None:
             raise Refused("the input or the output is quantised: the node belongs to a quantised graph", quantised)
         axis = attr(node, "axis", -1 if facts.opset >= 13 else 1)
@@ -58,7 +57,7 @@ class SoftmaxRule:
         dtype = facts.dtype(x)
         if dtype is None:
             raise Refused(f"the element type of {x.name} is not known", node)
-        if dtype not in _TYPES:
+        if dtype not in TYPES:
             raise Refused(f"the element type is {dtype.name}, the operator takes float32, float16 and bfloat16", node)
         flatten = False
         rank = facts.rank(x)
@@ -76,7 +75,7 @@ class SoftmaxRule:
         if not flatten:
             self._absorb_before(plan, facts)
         if not plan.log:
-            guard = _nan_guard(facts, y, facts.readers(y)) if not y.is_graph_output() else None
+            guard = nan_guard(facts, y, facts.readers(y)) if not y.is_graph_output() else None
             if guard is not None:
                 plan.nodes += guard
                 plan.y = guard[-1].outputs[0]
@@ -90,7 +89,12 @@ class SoftmaxRule:
             return
         if op_of(node) == "Add" and node.inputs[0] is not node.inputs[1]:
             for x, mask in (node.inputs, reversed(node.inputs)):
-                if facts.shape(x) == shape and _fits(facts, mask, shape) and facts.dtype(mask) == facts.dtype(x) and _scaled(facts, x):
+                if (
+                    facts.shape(x) == shape
+                    and _fits(facts, mask, shape)
+                    and facts.dtype(mask) == facts.dtype(x)
+                    and _scaled(facts, x)
+                ):
                     self._take(plan, node, x)
                     plan.mask = mask
                     break
@@ -140,12 +144,13 @@ class SoftmaxRule:
 
 def _fits(facts: Facts, mask: ir.Value, shape: tuple) -> bool:
     own = facts.shape(mask)
-    return own is not None and broadcast(own, shape) == shape and all(d == 1 or d == s for d, s in zip(reversed(own), reversed(shape)))
+    return (
+        own is not None
+        and broadcast(own, shape) == shape
+        and all(d == 1 or d == s for d, s in zip(reversed(own), reversed(shape)))
+    )
 
 
 def _scaled(facts: Facts, value: ir.Value) -> bool:
     node = value.producer()
     return node is not None and any(scalar_operand(facts, node, x) is not None for x in node.inputs if x is not None)
-
-
-__all__ = ["Plan", "SoftmaxRule", "np"]
