@@ -1,6 +1,6 @@
 """The package's operators in NumPy, float64 inside, for `onnx.reference.ReferenceEvaluator`.
 
-They say what an operator means with no kernel in the way, so a rewritten model can be checked where no library is built.
+They say what an operator means with no kernel in the way, so that a rewritten model can be checked without a library.
 """
 
 from __future__ import annotations

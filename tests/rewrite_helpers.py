@@ -1,4 +1,4 @@
-"""What the rewriter's tests share: small graphs written down as nodes, the corpus and its inputs, running and comparing."""
+"""What the rewriter's tests share: small graphs, the corpus and its inputs, running and comparing."""
 
 from __future__ import annotations
 
@@ -164,7 +164,8 @@ def relative_error(actual: np.ndarray, expected: np.ndarray) -> float:
 def check(
     model: onnx.ModelProto, *feeds: Mapping[str, np.ndarray], bound: float = 2e-5, infer: bool = True, **options: Any
 ) -> RewriteResult:
-    """Rewrites, checks the result with the ONNX checker, compares it with the original on the feeds, and rewrites it again.
+    """Rewrites, checks the result with the ONNX checker, compares it with the original on the feeds, and rewrites it
+    again.
 
     `infer` False leaves out the checker's shape inference.
     """
@@ -187,7 +188,7 @@ def check(
 
 
 def refused(model: onnx.ModelProto, kind: str, reason: str, *feeds: Mapping[str, np.ndarray]) -> Site:
-    """The only site of this kind is skipped for a reason that contains `reason`, and the outputs stay what they were."""
+    """The only site of this kind is skipped, for a reason that contains `reason`, and the outputs stay the same."""
     result = check(model, *feeds)
     (site,) = sites(result, kind)
     assert site.status == "skipped", site

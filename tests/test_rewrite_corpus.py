@@ -1,4 +1,4 @@
-"""Every file of models/corpus: all attention sites are found, and the rewritten file computes what the exported one does."""
+"""Every file of models/corpus: all attention sites are found, and the outputs are those of the exported file."""
 
 from __future__ import annotations
 

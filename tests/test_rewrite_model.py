@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -57,7 +59,7 @@ def _feeds(*names: str, batch: int = 2, seq: int = 5) -> dict[str, np.ndarray]:
 
 def _model(
     nodes: list, inputs: list, outputs: list, initializers: list = [], functions: list = [], opset: int = 17
-) -> onnx.ModelProto:  # noqa: B006
+) -> onnx.ModelProto:
     graph = helper.make_graph(nodes, "g", inputs, outputs, initializers)
     imports = [
         helper.make_opsetid("", opset),
@@ -432,6 +434,39 @@ def test_small_models_stay_one_file(tmp_path: Path) -> None:
     for actual, wanted in zip(_outputs(result.path, feeds, True), stock(onnx.load(CORPUS / name))(feeds), strict=True):
         error = relative_error(actual, wanted)
         assert error <= 2e-5
+
+
+def test_weights_above_two_gigabytes_are_streamed(tmp_path: Path) -> None:
+    """A 24 000 x 24 000 weight outside the model: rewritten with a small part of it in memory at a time."""
+    rows, tail = 24_000, np.arange(24_000, dtype=F)
+    size = rows * rows * 4
+    if shutil.disk_usage(tmp_path).free < 3 * size:
+        pytest.skip("needs 7 GB of disk")
+    with open(tmp_path / "w.bin", "wb") as file:
+        file.truncate(size)  # zeros without blocks on disk, but for the last row
+        file.seek(size - tail.nbytes)
+        file.write(tail.tobytes())
+    weight = TensorProto(name="w", data_type=TensorProto.FLOAT, dims=[rows, rows], data_location=TensorProto.EXTERNAL)
+    for key, value in (("location", "w.bin"), ("offset", "0"), ("length", str(size))):
+        weight.external_data.add(key=key, value=value)
+    nodes = [helper.make_node("Gemm", ["x", "w"], ["y"], transB=1), helper.make_node("Relu", ["y"], ["z"])]
+    onnx.save(
+        _model(nodes, [_value("x", ["batch", rows])], [_value("z", ["batch", rows])], [weight]), tmp_path / "in.onnx"
+    )
+    script = (
+        "import sys; from ortplugins.rewrite import rewrite; r = rewrite(sys.argv[1], output=sys.argv[2]).report; "
+        "print(r.peak_memory, r.counts())"
+    )
+    command = [sys.executable, "-c", script, str(tmp_path / "in.onnx"), str(tmp_path / "out.onnx")]
+    peak, counts = subprocess.run(command, check=True, capture_output=True, text=True).stdout.split(maxsplit=1)
+    assert counts.strip() == "{'linear': {'fused': 1, 'skipped': 0}}"
+    assert int(peak) <= size / 3
+    onnx.checker.check_model(tmp_path / "out.onnx", full_check=True)
+    (tensor,) = onnx.load(tmp_path / "out.onnx", load_external_data=False).graph.initializer
+    place = {e.key: e.value for e in tensor.external_data}
+    written = np.memmap(tmp_path / place["location"], F, "r", int(place.get("offset", 0)), (rows, rows))
+    assert np.array_equal(written[-1], tail)
+    assert not written[: -1 : rows // 10].any()
 
 
 # -- time

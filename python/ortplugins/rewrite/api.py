@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import resource
+import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,7 +32,7 @@ class RewriteResult:
 
     @property
     def model(self) -> onnx.ModelProto:
-        """The model as a protobuf, weights included; those in external files stay there if they are too large for one."""
+        """The model as a protobuf, weights included; external ones stay where they are if they are too large."""
         proto = ir.to_proto(self.ir_model)
         if fits_inline(self.ir_model):
             load_weights(proto, self.ir_model)
@@ -51,8 +53,8 @@ def rewrite(
 
     Args:
         model_or_path: The model, which is not changed, or the file that holds it.
-        output: File to write. It is replaced only when the new one is complete. Weights go to ``<output>.data`` beside it
-            when the source keeps them in external files or the model is larger than a protobuf can be.
+        output: File to write. It is replaced only when the new one is complete. Weights go to ``<output>.data`` beside
+            it when the source keeps them in external files or the model is larger than a protobuf can be.
         only: Kinds of site to rewrite: ``attention``, ``linear``, ``softmax``. All when absent.
         skip: Kinds of site to leave alone.
         keep: Names of nodes that must not be replaced; a site that has one is skipped.
@@ -68,6 +70,7 @@ def rewrite(
         FileNotFoundError: there is no such file.
         OrtPluginsError: the file holds no ONNX model.
     """
+    start = time.perf_counter()
     options = Options(_precisions(precision))
     only_kinds = None if only is None else _kinds(only, "only")
     skip_kinds = _kinds(skip, "skip")
@@ -87,6 +90,8 @@ def rewrite(
     if output is not None:
         result.path = Path(output)
         save(model, result.path, progress)
+    report.seconds = time.perf_counter() - start
+    report.peak_memory = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return result
 
 

@@ -1,9 +1,9 @@
 """What is known of the values of a graph before anything runs: element type, symbolic shape, contents of small tensors.
 
-TorchScript files carry no shapes at all and dynamo files only some, and a rule that moves a head axis must know that the
-``Reshape`` in front of it, whose target is computed at run time, splits exactly heads from the last axis. So shapes are
-inferred here symbolically, together with the contents of the small integer and float tensors that shape arithmetic works
-on. Nothing is assumed: what cannot be derived is unknown, and a rule that needs it refuses.
+TorchScript files carry no shapes at all and dynamo files only some, and a rule that moves a head axis must know that
+the ``Reshape`` in front of it, whose target is computed at run time, splits exactly heads from the last axis. So shapes
+are inferred here symbolically, together with the contents of the small integer and float tensors that shape arithmetic
+works on. Nothing is assumed: what cannot be derived is unknown, and a rule that needs it refuses.
 """
 
 from __future__ import annotations
@@ -168,7 +168,7 @@ class Facts:
         return None if data is None or data.dtype != object else list(data.reshape(-1))
 
     def scalar(self, value: ir.Value | None) -> float | None:
-        """The number that every element of the tensor has, where that is known: a one-element tensor or a uniform one."""
+        """The number that every element of the tensor has, where it is known and the same for all."""
         data = self.data(value)
         if data is None or data.size == 0:
             tensor = tensor_of(value)
@@ -229,7 +229,7 @@ class Facts:
         return array.astype(object)
 
     def assume(self, calls: Sequence[Sequence[tuple[Shape | None, ir.DataType | None]]]) -> None:
-        """What all calls of a function say about its inputs: a type that they agree on, sizes that are equal in each."""
+        """What all calls say about a function's inputs: a type that they agree on, sizes that are equal in each."""
         symbols: dict[tuple[Size, ...], Size] = {}
         for i, value in enumerate(self._root.inputs):
             given = [call[i] if i < len(call) else (None, None) for call in calls]
@@ -793,19 +793,13 @@ def _sliced(size: Size, start: object, end: object, step: object, unknown: Size)
             return _minimum(v, size)
         return None
 
-    # A negative start reaches before the axis when the axis is short: then the slice is shorter than the difference says.
+    # A negative start reaches before a short axis, and the slice is then shorter than the difference says.
     if isinstance(start, int) and start < 0 and isinstance(size, Dim):
         if end == size or (isinstance(end, int) and end >= 2**31 - 1):
             return _minimum(-start, size)
         return unknown
-    if (
-        isinstance(end, int)
-        and end < 0
-        and isinstance(size, Dim)
-        and not (size + end if isinstance(size + end, int) else (size + end)).__class__ is int
-    ):
-        if not (isinstance(size + end, Dim) and (size + end).nonnegative):
-            return unknown
+    if isinstance(end, int) and end < 0 and isinstance(size, Dim) and not (size + end).nonnegative:
+        return unknown  # before the axis, when that is short
     first, last = place(start), place(end)
     if first is None or last is None:
         return unknown

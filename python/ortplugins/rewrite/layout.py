@@ -2,8 +2,8 @@
 
 An `Arrangement` says what each axis of a tensor is: a list of factors, outermost first. ``[[b], [s], [n, d]]`` is a
 (batch, sequence, heads * head_dim) tensor. Reshape regroups the factors, Transpose permutes the axes, Expand drops a
-factor; a factor splits in two when a Reshape cuts through it. Following these ops from the operands of a product gives the
-tensor that the operand really is, whatever chain of them an exporter wrote.
+factor; a factor splits in two when a Reshape cuts through it. Following these ops from the operands of a product gives
+the tensor that the operand really is, whatever chain of them an exporter wrote.
 """
 
 from __future__ import annotations

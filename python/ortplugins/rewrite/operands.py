@@ -1,4 +1,4 @@
-"""Operands behind layout ops: from the value that a product reads to the tensor it really is, and the other way for results.
+"""Operands behind layout ops: from the value that a product reads to the tensor it really is, and on for results.
 
 `upstream` follows a value through Reshape, Transpose, Expand, no-op casts and slices, and constant factors, and gives a
 `Level` for every tensor on the way. A rule takes the level that its operator can read with the least data movement.

@@ -13,8 +13,9 @@ from typing import Any, Literal
 class Site:
     """A place in the graph where a fused operator could stand.
 
-    ``nodes`` are the names of the original nodes of the site, in graph order. ``op`` is the fused operator. ``reason`` is
-    None for a fused site; for a skipped one it is the first condition that failed, and ``fault`` the node that failed it.
+    ``nodes`` are the names of the original nodes of the site, in graph order. ``op`` is the fused operator. ``reason``
+    is None for a fused site; for a skipped one it is the first condition that failed, and ``fault`` the node that
+    failed it.
     """
 
     kind: str
@@ -45,6 +46,8 @@ class Report:
     nodes_before: int = 0
     nodes_after: int = 0
     seconds: float = 0.0
+    peak_memory: int = 0
+    """Largest resident size of the process so far, in bytes."""
 
     def select(self, kind: str | None = None, status: str | None = None) -> list[Site]:
         """Sites of the given kind and status; None stands for any."""
@@ -63,6 +66,7 @@ class Report:
             "nodes_before": self.nodes_before,
             "nodes_after": self.nodes_after,
             "seconds": round(self.seconds, 3),
+            "peak_memory": self.peak_memory,
         }
 
     def to_json(self, indent: int | None = 2) -> str:

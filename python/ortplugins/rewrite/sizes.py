@@ -1,7 +1,7 @@
 """Sizes read from the inputs of the graph instead of from tensors in the middle of it.
 
-TorchScript graphs ask nearly every tensor for its shape, which would keep each of them alive. A shape that is known as a
-formula over the sizes of the graph's inputs is computed from those, once, at the front of the graph.
+TorchScript graphs ask nearly every tensor for its shape, which would keep each of them alive. A shape that is known as
+a formula over the sizes of the graph's inputs is computed from those, once, at the front of the graph.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Sizes:
         self._vectors: dict[object, ir.Value] = {}
 
     def answer(self, reader: ir.Node) -> None:
-        """Removes a node that asks for a shape or a type: its users read a vector made here, or the type is written down."""
+        """Removes a node that asks for a shape or a type: its users get a vector made here, or a plain Cast."""
         if op_of(reader) == "CastLike":
             self._cast(reader)
         else:

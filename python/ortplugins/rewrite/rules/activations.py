@@ -1,8 +1,9 @@
 """Which activation a few element-wise nodes compute.
 
-Exporters spell GELU in a dozen ways. Instead of a pattern for each, the nodes between a value and the place where its uses
-meet again are evaluated as a function of one number, in float64, and compared with the activations that FusedGemm has. The
-nodes that may take part are analytic, so agreement on the points below, which cover the bend and both tails, is agreement.
+Exporters spell GELU in a dozen ways. Instead of a pattern for each, the nodes between a value and the place where its
+uses meet again are evaluated as a function of one number, in float64, and compared with the activations that FusedGemm
+has. The nodes that may take part are analytic, so agreement on the points below, which cover the bend and both tails,
+is agreement.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """softmax(scale * q k^T + mask) v, however an exporter wrote it, as one FusedAttention.
 
-The centre is a Softmax between two products of computed tensors (attention_decomposed.py), or an operator that is a whole
-attention (attention_operators.py). Both say what is computed as a `Problem`; here the layout is chosen that moves the least
-data, the cache goes into the operator, and the node is written.
+The centre is a Softmax between two products of computed tensors (attention_decomposed.py), or an operator that is a
+whole attention (attention_operators.py). Both say what is computed as a `Problem`; here the layout is chosen that
+moves the least data, the cache goes into the operator, and the node is written.
 """
 
 from __future__ import annotations
@@ -290,7 +290,7 @@ def _lacks(level: Level, group: Sequence[Factor]) -> bool:
 
 
 def _conversion(source: Arrangement, target: Arrangement) -> float | None:
-    """Cost of bringing one arrangement into the other: 0, a Reshape, or a Transpose. None: they hold different factors."""
+    """Cost of bringing one arrangement into the other by Reshape and Transpose; None if they hold different factors."""
     a, b = flat_solid(source), flat_solid(target)
     if len(a) != len(b) or set(map(id, a)) != set(map(id, b)):
         return None

@@ -1,8 +1,8 @@
 """Attention written as two products and a Softmax, followed as factors of axes.
 
-The scores are followed from the first product to the second, so that a scale, a mask and a head axis are known by what they
-do to the numbers: a scale is a factor that is the same for every score, a mask is a term or a choice that broadcasts to the
-scores, a head is an axis that both products treat as a batch.
+The scores are followed from the first product to the second, so that a scale, a mask and a head axis are known by what
+they do to the numbers: a scale is a factor that is the same for every score, a mask is a term or a choice that
+broadcasts to the scores, a head is an axis that both products treat as a batch.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def _is_product(node: ir.Node | None) -> bool:
 
 
 def paths_back(value: ir.Value) -> list[list[tuple[ir.Node, int]]]:
-    """Ways from a value back to a product: lists of (node, index of the input that carries the scores), nearest first."""
+    """Ways back to a product, nearest first: lists of (node, index of the input that carries the scores)."""
     found: list[list[tuple[ir.Node, int]]] = []
     pending: list[tuple[ir.Value, list[tuple[ir.Node, int]]]] = [(value, [])]
     while pending and len(found) < _PATHS:
@@ -386,8 +386,8 @@ class _Steps:
         if fill is None or x is y:
             raise Refused("the scores are replaced by something that is not one number", node)
         if fill > -1e30:
-            # exp of it is zero beside an ordinary score, but a row where everything is replaced has equal weights in this
-            # graph, and no additive mask gives them.
+            # exp of it is zero beside an ordinary score, but a row where everything is replaced has equal weights in
+            # this graph, and no additive mask gives them.
             raise Refused(f"masked scores become {fill:g}, and a fully masked row with that fill cannot be kept", node)
         if self.facts.dtype(value) == ir.DataType.FLOAT16 and not math.isinf(fill):
             raise Refused("masked float16 scores become a finite number", node)
@@ -436,7 +436,7 @@ def _probabilities(
 
 
 def _masked_row_guard(facts: Facts, value: ir.Value, node: ir.Node, terms: Sequence[Term]) -> bool:
-    """Where that gives zeros to rows in which the largest element of an added mask is -inf: what the operator does anyway."""
+    """Where that gives zeros to rows whose added mask has no element above -inf: what the operator does anyway."""
     if op_of(node) != "Where" or node.inputs[2] is not value or facts.scalar(node.inputs[1]) != 0.0:
         return False
     test = node.inputs[0].producer()

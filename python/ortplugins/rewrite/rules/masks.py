@@ -2,12 +2,12 @@
 
 A mask is a conjunction of conditions on the batch, the query index i and the key index j. Conditions that compare index
 arithmetic are understood as such, whatever ops they are made of: those that always hold are dropped, ``j <= i + c`` is
-causality, ``j >= i - c`` a window. What is left usually is the padding mask alone, of shape (batch, 1, 1, keys), instead of a
-matrix for each sequence.
+causality, ``j >= i - c`` a window. What is left usually is the padding mask alone, of shape (batch, 1, 1, keys),
+instead of a matrix for each sequence.
 
-What a row gets whose keys are all masked must stay what it was. With a fill of -inf such a row gives zeros however the mask is
-passed. With a finite fill it gives an average over all keys, also those that causality hides, so causality is only taken out
-of a mask where it is the only condition: then every row sees a key.
+What a row gets whose keys are all masked must stay what it was. With a fill of -inf such a row gives zeros however the
+mask is passed. With a finite fill it gives an average over all keys, also those that causality hides, so causality is
+only taken out of a mask where it is the only condition: then every row sees a key.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Term:
 
 @dataclass
 class Condition:
-    """``j <= i + right`` and ``j >= i - left`` (None: no bound), and values that must all hold: (value, what it must be)."""
+    """``j <= i + right`` and ``j >= i - left`` (None: no bound), and booleans: (value, what it must be)."""
 
     right: Size | None = None
     left: Size | None = None
@@ -84,7 +84,7 @@ class Masks:
 
 @dataclass(frozen=True)
 class Affine:
-    """An integer tensor that is a sum of indices and a size. ``indices`` maps the axis, counted from the right, to its factor."""
+    """An integer tensor that is a sum of indices and a size: (axis counted from the right, factor), and the size."""
 
     indices: tuple[tuple[int, int], ...]
     constant: Size
@@ -375,8 +375,8 @@ def _uniform(facts: Facts, value: ir.Value) -> float | None:
 def reduce_masks(facts: Facts, terms: Sequence[Term], offset: Size, aligned: Sequence[bool]) -> Masks:
     """The masks in the order in which they are applied, with what the operator's attributes can say taken out.
 
-    `offset` is the operator's: the length of the cache that it is given. `aligned` says for each term whether its last two
-    axes are the queries and the keys.
+    `offset` is the operator's: the length of the cache that it is given. `aligned` says for each term whether its last
+    two axes are the queries and the keys.
     """
     out = Masks()
     for term, in_line in zip(terms, aligned):

@@ -1,7 +1,7 @@
 """Softmax and LogSoftmax on any axis as FusedSoftmax, with the scale, the mask and the NaN guard around it.
 
-Before opset 13 Softmax flattens: everything from the axis on is one row. Where that is more than one axis of more than one
-element, the tensor is reshaped around the operator.
+Before opset 13 Softmax flattens: everything from the axis on is one row. Where that is more than one axis of more than
+one element, the tensor is reshaped around the operator.
 """
 
 from __future__ import annotations
