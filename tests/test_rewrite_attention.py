@@ -903,8 +903,8 @@ def _half(g: Graph, mask: Callable[[Graph, str], str]) -> str:
 
 def test_half_precision_with_softmax_in_single() -> None:
     g = Graph()
-    keep: Step = lambda g, s: g.add("Where", g.input("m", bool, ["batch", 1, 1, "seq"]), s, np.float16(-np.inf))  #
-    noqa: E731 g.output(_half(g, keep), np.float16)
+    keep: Step = lambda g, s: g.add("Where", g.input("m", bool, ["batch", 1, 1, "seq"]), s, np.float16(-np.inf))
+    g.output(_half(g, keep), np.float16)
     mask = RNG.random((B, 1, 1, SQ)) < 0.7
     mask[..., 0] = True
     result = check(g.model(), {"x": RNG.standard_normal((B, N, SQ, D)).astype(np.float16), "m": mask}, bound=4e-3)
