@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -144,6 +144,18 @@ def run_variant(
         if used is not None:
             assert used.array.tobytes() == given.tobytes(), "a kernel wrote to its input"
     return [o.array for o in outputs]
+
+
+def for_each_dtype(dtypes: Sequence[str], check: Callable[[str], None]) -> None:
+    """``check`` for every dtype that the variant takes; skips only if it leaves all of them to other variants."""
+    refusals = []
+    for dtype in dtypes:
+        try:
+            check(dtype)
+        except pytest.skip.Exception as refusal:
+            refusals.append(refusal)
+    if len(refusals) == len(dtypes):
+        raise refusals[0]
 
 
 def assert_close(actual: np.ndarray, expected: np.ndarray, bound: float | np.ndarray) -> None:

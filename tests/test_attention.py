@@ -12,7 +12,7 @@ import ml_dtypes
 import numpy as np
 import onnx
 import pytest
-from kernel_harness import EPSILON, assert_close, numpy_dtype, random_tensor, run_variant, variant_params
+from kernel_harness import EPSILON, assert_close, for_each_dtype, numpy_dtype, random_tensor, run_variant, variant_params
 from reference import AttentionResult, attention_reference, plain
 
 from ortplugins import native, ops
@@ -405,7 +405,8 @@ def bound_of(inputs: Inputs, attrs: dict[str, Any], expected: AttentionResult, p
     dtype = inputs[Q].dtype
     plain_error = np.abs(attention_reference(inputs, attrs, plain(dtype, precision)).y - expected.y)
     y = float(np.max(np.abs(expected.y), where=np.isfinite(expected.y), initial=0.0))
-    slack = EPSILON["float32"] * y * (2.0 + 0.5 * expected.largest_score) + (
+    # Beyond scores of 1e4 one key takes all the weight, and their rounding changes nothing.
+    slack = EPSILON["float32"] * y * (2.0 + 0.5 * min(expected.largest_score, 1e4)) + (
         EPSILON[dtype.name] * y if dtype != np.float32 else 0.0
     )
     return 2.0 * float(np.nan_to_num(plain_error).max(initial=0.0)) + slack
@@ -423,7 +424,7 @@ def solved(name: str, dtype: str, precision: str = "ieee") -> tuple[Inputs, dict
 @pytest.mark.parametrize("variant", variant_params(OP))
 @pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
 def test_attention(case: Case, variant: native.VariantInfo) -> None:
-    for dtype in case.dtypes:
+    def check(dtype: str) -> None:
         inputs, attrs, expected, bound = solved(case.name, dtype)
         y, present_k, present_v = run_variant(OP, variant, inputs, attrs, output_count=3)
         assert_close(y, expected.y, bound)
@@ -433,14 +434,19 @@ def test_attention(case: Case, variant: native.VariantInfo) -> None:
         np.testing.assert_array_equal(present_k.astype(np.float64), expected.present_k)
         np.testing.assert_array_equal(present_v.astype(np.float64), expected.present_v)
 
+    for_each_dtype(case.dtypes, check)
+
 
 @pytest.mark.parametrize("variant", variant_params(OP))
 @pytest.mark.parametrize("case", [c for c in CASES if c.past is not None], ids=lambda c: c.name)
 def test_past_without_present(case: Case, variant: native.VariantInfo) -> None:
-    inputs, attrs = case.inputs("float32"), case.attributes()
-    (y,) = run_variant(OP, variant, inputs, attrs)
-    with_present = run_variant(OP, variant, inputs, attrs, output_count=3)[0]
-    np.testing.assert_array_equal(y, with_present)
+    def check(dtype: str) -> None:
+        inputs, attrs = case.inputs(dtype), case.attributes()
+        y, = run_variant(OP, variant, inputs, attrs)
+        with_present = run_variant(OP, variant, inputs, attrs, output_count=3)[0]
+        np.testing.assert_array_equal(y, with_present)
+
+    for_each_dtype(case.dtypes, check)
 
 
 @pytest.mark.parametrize("variant", variant_params(OP))

@@ -11,7 +11,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from kernel_harness import EPSILON, assert_close, numpy_dtype, random_tensor, run_variant, variant_params
+from kernel_harness import EPSILON, assert_close, for_each_dtype, numpy_dtype, random_tensor, run_variant, variant_params
 from reference import SoftmaxResult, softmax_reference
 
 from ortplugins import native, ops
@@ -208,10 +208,12 @@ def solved(name: str, dtype: str) -> tuple[Inputs, SoftmaxResult, np.ndarray]:
 @pytest.mark.parametrize("variant", variant_params(OP))
 @pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
 def test_softmax(case: Case, variant: native.VariantInfo) -> None:
-    for dtype in case.dtypes:
+    def check(dtype: str) -> None:
         inputs, expected, bound = solved(case.name, dtype)
         y, = run_variant(OP, variant, inputs, case.attrs)
         assert_close(y, expected.y, bound)
+
+    for_each_dtype(case.dtypes, check)
 
 
 @pytest.mark.parametrize("variant", variant_params(OP))
