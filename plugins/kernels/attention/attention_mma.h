@@ -169,15 +169,17 @@ __device__ __forceinline__ void online_softmax(const AttentionLaunch& a, float (
 #pragma unroll
       for (int n = 0; n < kTiles; ++n) tile_max = fmaxf(tile_max, fmaxf(s[m][n][2 * half], s[m][n][2 * half + 1]));
       new_max = fmaxf(new_max, warp_max<4>(tile_max));
-      const float reference = softmax_reference(new_max) * unit;
-      correction[m][half] = exp2_approx(row_max[m][half] * unit - reference);
+      // The difference first, then the unit: with one fmaf the rounded product of a maximum above 2^31 is off by more than
+      // the exponent range.
+      const float reference = softmax_reference(new_max);
+      correction[m][half] = exp2_approx((row_max[m][half] - reference) * unit);
       row_max[m][half] = new_max;
       float sum = 0.0F;
 #pragma unroll
       for (int n = 0; n < kTiles; ++n) {
 #pragma unroll
         for (int e = 2 * half; e < 2 * half + 2; ++e) {
-          s[m][n][e] = exp2_approx(fmaf(s[m][n][e], unit, -reference));
+          s[m][n][e] = exp2_approx((s[m][n][e] - reference) * unit);
           sum += s[m][n][e];
         }
       }
