@@ -141,7 +141,40 @@ CASES = [
     *(Case(f"deep_{'same_sign' if s else 'normal'}_{k}", 24, 40, k, same_sign=s) for s in (False, True) for k in (4096, 16384)),
 ]
 
+def spread(inputs: Inputs) -> None:
+    """Elements of very different size within rows of a and columns of b."""
+    rng = np.random.default_rng(7)
+    for i in (A, B):
+        inputs[i] *= np.exp2(rng.integers(-30, 30, inputs[i].shape)).astype(np.float32)
+
+
+def pick_small(inputs: Inputs) -> None:
+    """Each column of b is one 1, often where the elements of a are far smaller than the rest of their row."""
+    inputs[A][:, ::2] *= np.float32(2.0**-45)
+    inputs[B][...] = np.eye(*inputs[B].shape, dtype=np.float32)
+
+
+# Rows that are multiples of 16 bytes in every type: some kernels need that.
+ROWS_OF_16_BYTES = [
+    *(Case(f"rows16_{m}x{n}x{k}", m, n, k, bias=(n,), residual=k == 64)
+      for m, n, k in ((1, 8, 8), (64, 64, 64), (127, 264, 72), (128, 256, 64), (129, 128, 200), (260, 520, 136), (40, 72, 4104), (300, 1000, 64))),
+    *(Case(f"rows16_trans{t['transA']}{t['transB']}_{m}x{n}x{k}", m, n, k, attrs=t)
+      for t in TRANSPOSES for m, n, k in ((8, 8, 8), (128, 256, 128), (136, 264, 72), (136, 72, 2056))),
+    Case("rows16_any_n", 70, 131, 72, bias=(131,), residual=True, attrs=trans(0, 1)),
+    Case("rows16_bias_column", 130, 264, 72, bias=(130, 1), residual=True, attrs={"activation": "relu", "beta": 0.5}),
+    *(Case(f"rows16_{name}", 136, 264, 520, bias=(264,), residual=True, attrs={"activation": name, "alpha": 0.5}) for name in ACTIVATIONS),
+    Case("rows16_batch", 130, 72, 136, (3,), (3,), residual=True),
+    Case("rows16_batch_of_a", 130, 72, 136, (3,), (), attrs=trans(1, 1)),
+    Case("rows16_batch_of_b", 136, 72, 136, (), (3,), bias=(72,), attrs=trans(1, 0)),
+    Case("rows16_nan_row", 136, 264, 72, spoil=put(A, (2, 3), np.nan)),
+    Case("rows16_inf_column", 136, 264, 72, spoil=put(B, (3, 2), np.inf)),
+    *(Case(f"rows16_deep_{'same_sign' if s else 'normal'}", 24, 40, 4096, same_sign=s) for s in (False, True)),
+]
+
 PRECISION_CASES = [
+    *ROWS_OF_16_BYTES,
+    *(Case(f"{f.__name__}_{m}x{n}x{k}", m, n, k, spoil=f, dtypes=("float32",))
+      for f in (spread, pick_small) for m, n, k in ((40, 70, 129), (200, 300, 310))),
     *(c for c in CASES if c.name.startswith(("size_6", "size_12", "trans", "deep", "size_50x40", "batch_over", "gelu_33", "k_0_gelu"))),
     Case("rows_2^60", 40, 70, 129, spoil=large_and_small_rows, dtypes=("float32",)),
     Case("rows_2^60_bias", 140, 70, 33, bias=(70,), spoil=large_and_small_rows, dtypes=("float32",)),
@@ -149,7 +182,8 @@ PRECISION_CASES = [
 
 _SMALL_SHAPES = ("size_1x1x1", "size_61x67x257", "size_129x129x65", "trans01_65x130x70", "trans10_65x130x70", "trans11_64x64x64", "batch_over_tiles")
 SMALL = {
-    "test_gemm": {"case": (*_SMALL_SHAPES, "alpha_beta", "gelu_33x67x40", "batch_2x1x2_1x3x1_00", "k_0_plain")},
+    "test_gemm": {"case": (*_SMALL_SHAPES, "alpha_beta", "gelu_33x67x40", "batch_2x1x2_1x3x1_00", "k_0_plain",
+                           "rows16_128x256x64", "rows16_trans00_136x72x2056", "rows16_trans11_136x264x72", "rows16_gelu", "rows16_batch")},
     "test_precision": {"case": _SMALL_SHAPES[1:], "precision": ("tf32x3", "tf32")},
 }
 """What runs under compute-sanitizer: every kernel, with tails."""
@@ -181,14 +215,14 @@ def bound_of(case: Case, expected: GemmResult, dtype: str, precision: str = "iee
 @functools.cache
 def solved(name: str, dtype: str, precision: str = "ieee") -> tuple[Inputs, GemmResult, np.ndarray]:
     """Inputs, expected result and bound of a case; made once for all variants."""
-    case = next(c for c in (*CASES, *PRECISION_CASES) if c.name == name)
+    case = next(c for c in (*CASES, *ROWS_OF_16_BYTES, *PRECISION_CASES) if c.name == name)
     inputs = case.inputs(dtype)
     expected = gemm_reference(inputs, case.attrs)
     return inputs, expected, bound_of(case, expected, dtype, precision)
 
 
 @pytest.mark.parametrize("variant", variant_params(OP))
-@pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
+@pytest.mark.parametrize("case", [*CASES, *ROWS_OF_16_BYTES], ids=lambda c: c.name)
 def test_gemm(case: Case, variant: native.VariantInfo) -> None:
     def check(dtype: str) -> None:
         inputs, expected, bound = solved(case.name, dtype)

@@ -60,13 +60,14 @@ const Op* find_op(const char* name);
 template <class Params>
 using Bind = Status (*)(const OpArgs& args, Params* params);
 
-// First row that supports the problem, or the row with `variant_id`.
+// First row that supports the problem and suits it, or the row with `variant_id`.
 template <class Params>
 Status choose_variant(std::span<const Variant<Params>> table, const Params& params, const DeviceInfo& device,
                       int variant_id, const Variant<Params>** chosen) {
   for (const Variant<Params>& row : table) {
     if (variant_id != 0 && row.id != variant_id) continue;
-    if (row.device == device.kind && row.supports(params, device)) {
+    const bool taken = variant_id != 0 || row.suits == nullptr || row.suits(params, device);
+    if (row.device == device.kind && taken && row.supports(params, device)) {
       *chosen = &row;
       return {};
     }

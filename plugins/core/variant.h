@@ -9,8 +9,8 @@
 
 namespace ortplugins {
 
-// Rows are ordered best first within a device kind; the first that supports the problem is taken. The last row of a kind
-// accepts everything that `bind` lets through. An `id` never changes meaning; 0 is never used.
+// Rows are ordered best first within a device kind; the first that supports the problem and suits it is taken. The last row
+// of a kind accepts everything that `bind` lets through. An `id` never changes meaning; 0 is never used.
 template <class Params>
 struct Variant {
   int id;
@@ -19,6 +19,8 @@ struct Variant {
   bool (*supports)(const Params& params, const DeviceInfo& device);
   Status (*launch)(const Params& params, const ExecContext& context);
   int64_t (*workspace_bytes)(const Params& params, const DeviceInfo& device) = nullptr;  // null: none
+  // Whether this row is expected to be the fastest of those that follow; a row that is forced need not suit. Null: always.
+  bool (*suits)(const Params& params, const DeviceInfo& device) = nullptr;
 };
 
 }  // namespace ortplugins

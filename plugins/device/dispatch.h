@@ -85,6 +85,24 @@ Status launch(const char* what, void (*kernel)(KernelArgs...), dim3 grid, dim3 b
   return status_of(cudaLaunchKernelEx(&config, kernel, static_cast<KernelArgs>(args)...), what);
 }
 
+// As `launch`, with `cluster` (up to 8) neighbouring blocks of x in a cluster.
+template <class... KernelArgs, class... Args>
+Status launch_cluster(const char* what, void (*kernel)(KernelArgs...), dim3 grid, dim3 block, size_t smem_bytes, unsigned cluster,
+                      const ExecContext& context, Args&&... args) {
+  cudaLaunchAttribute attribute = {};
+  attribute.id = cudaLaunchAttributeClusterDimension;
+  attribute.val.clusterDim.x = cluster;
+  attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
+  cudaLaunchConfig_t config = {};
+  config.gridDim = grid;
+  config.blockDim = block;
+  config.dynamicSmemBytes = smem_bytes;
+  config.stream = static_cast<cudaStream_t>(context.stream);
+  config.attrs = &attribute;
+  config.numAttrs = 1;
+  return status_of(cudaLaunchKernelEx(&config, kernel, static_cast<KernelArgs>(args)...), what);
+}
+
 // A grid dimension for `count` work items that a kernel walks with a grid-stride loop.
 inline unsigned grid_size(int64_t count, int64_t limit = 0x7fffffff) {
   return static_cast<unsigned>(count < limit ? count : limit);

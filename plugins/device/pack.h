@@ -35,6 +35,14 @@ __device__ __forceinline__ uint32_t pack_half2<__nv_bfloat16>(float lo, float hi
   return *reinterpret_cast<const uint32_t*>(&v);
 }
 
+// The inverse of pack_half2.
+template <class T>
+__device__ __forceinline__ float2 unpack_half2(uint32_t v);
+template <>
+__device__ __forceinline__ float2 unpack_half2<__half>(uint32_t v) { return __half22float2(*reinterpret_cast<const __half2*>(&v)); }
+template <>
+__device__ __forceinline__ float2 unpack_half2<__nv_bfloat16>(uint32_t v) { return __bfloat1622float2(*reinterpret_cast<const __nv_bfloat162*>(&v)); }
+
 constexpr int kPackBytes = 16;
 template <class T>
 constexpr int kPackSize = kPackBytes / static_cast<int>(sizeof(T));  // elements in a pack: 4 or 8

@@ -76,6 +76,16 @@ __device__ __forceinline__ void tma_load_4d(uint32_t smem, const CUtensorMap* ma
       "l"(map), "r"(barrier), "r"(x), "r"(y), "r"(z), "r"(w)
       : "memory");
 }
+// The same, to the same place in each block of the cluster whose bit is set in `mask`; completes on the barrier at the same
+// place there.
+__device__ __forceinline__ void tma_load_3d_multicast(uint32_t smem, const CUtensorMap* map, uint32_t barrier, int x, int y, int z,
+                                                      uint16_t mask) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, {%3, %4, %5}], [%2], "
+      "%6;\n" ::"r"(smem),
+      "l"(map), "r"(barrier), "r"(x), "r"(y), "r"(z), "h"(mask)
+      : "memory");
+}
 // Shared memory to a box of the tensor; what lies outside it is not written.
 __device__ __forceinline__ void tma_store_3d(const CUtensorMap* map, uint32_t smem, int x, int y, int z) {
   asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.bulk_group [%0, {%2, %3, %4}], [%1];\n" ::"l"(map), "r"(smem), "r"(x),
@@ -90,6 +100,46 @@ __device__ __forceinline__ void tma_store_wait() {
 }
 // Makes this thread's ordinary writes to shared memory visible to the copy engine and the tensor cores. Then a barrier.
 __device__ __forceinline__ void fence_async_proxy() { asm volatile("fence.proxy.async.shared::cta;\n" ::: "memory"); }
+
+// --- Clusters: blocks that run at the same time and reach each other's shared memory -------------------------------------
+
+__device__ __forceinline__ uint32_t cluster_rank() {
+  uint32_t rank;
+  asm volatile("mov.u32 %0, %%cluster_ctarank;\n" : "=r"(rank));
+  return rank;
+}
+__device__ __forceinline__ uint32_t cluster_size() {
+  uint32_t size;
+  asm volatile("mov.u32 %0, %%cluster_nctarank;\n" : "=r"(size));
+  return size;
+}
+// All threads of all blocks of the cluster; what they wrote before is seen after.
+__device__ __forceinline__ void cluster_sync() {
+  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;\n" ::: "memory");
+}
+// The same without the order of memory, which costs a membar.gpu: after fence_barrier_init, and before a block ends.
+__device__ __forceinline__ void cluster_sync_relaxed() {
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;\nbarrier.cluster.wait.aligned;\n" ::: "memory");
+}
+// The address in block `rank` of what lies at `smem` here.
+__device__ __forceinline__ uint32_t cluster_address(uint32_t smem, uint32_t rank) {
+  uint32_t address;
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;\n" : "=r"(address) : "r"(smem), "r"(rank));
+  return address;
+}
+__device__ __forceinline__ float4 load_cluster(uint32_t address) {
+  float4 v;
+  asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];\n"
+               : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
+               : "r"(address)
+               : "memory");
+  return v;
+}
+// Arrives at a barrier of a block of the cluster, by its address there. No scope is named: .release.cluster would cost a
+// membar.gpu, and what must be ordered before, reads by wgmma, is so by waiting for them.
+__device__ __forceinline__ void mbarrier_arrive_cluster(uint32_t cluster_barrier) {
+  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];\n" ::"r"(cluster_barrier) : "memory");
+}
 
 // --- Warp roles -----------------------------------------------------------------------------------------------------------
 

@@ -108,8 +108,9 @@ _PRECISION = Attr(
     "string",
     "ieee",
     choices=PRECISIONS,
-    doc="Arithmetic of float32 products on CUDA. `ieee`: plain float32. `tf32x3`: three TF32 tensor-core products, with "
-    "float32 accuracy. `tf32`: one TF32 product, about three decimal digits. CPU kernels and half types ignore it: "
+    doc="Arithmetic of float32 products on CUDA. `ieee`: plain float32. `tf32x3`: three tensor-core products of factors in two "
+    "parts of 11 bits each, with float32 accuracy. `tf32`: one product of factors with 11 bits, about three decimal digits. The "
+    "parts are TF32, or float16 where scaling loses nothing. CPU kernels and half types ignore it: "
     "half types always accumulate in float32.",
 )
 

@@ -88,7 +88,7 @@ __global__ void __launch_bounds__(SimtConfig::kThreads, 2) gemm_simt_128x128_ker
   const int64_t batch_idx = gemm_batch_index();
   if (batch_idx >= p.batch) return;
   const GemmOperands<float> operands(p, batch_idx);
-  const TileIndex tile = grouped_tile(blockIdx.x, tiles_m, tiles_n);
+  const TileIndex tile = grouped_tile<int64_t>(blockIdx.x, tiles_m, tiles_n);
   const int64_t first_m = tile.m * C::kBlockM, first_n = tile.n * C::kBlockN;
 
   // Prologue: fill all stages but one.
@@ -154,7 +154,7 @@ struct SmallSimtConfig {
   static constexpr int kThreads = 256;
   static constexpr int kRow = kBlock + 4;
   static constexpr int kPerThread = kBlock * kBlockK / kThreads;
-  using TileC = EpilogueTile<kBlock, kBlock, kThreads>;
+  using TileC = EpilogueTile<kBlock, kBlock, kThreads, 1>;
 };
 
 // Reads this thread's elements of a 64 x kBlockK tile into registers and writes them to shared memory as (k, m).
@@ -207,7 +207,7 @@ __global__ void __launch_bounds__(SmallSimtConfig::kThreads, 2) gemm_simt_64x64_
   const int64_t batch_idx = gemm_batch_index();
   if (batch_idx >= p.batch) return;
   const GemmOperands<T> operands(p, batch_idx);
-  const TileIndex tile = grouped_tile(blockIdx.x, tiles_m, tiles_n);
+  const TileIndex tile = grouped_tile<int64_t>(blockIdx.x, tiles_m, tiles_n);
   const int64_t first_m = tile.m * C::kBlock, first_n = tile.n * C::kBlock;
   SmallSimtCopy<T> copy_a(operands.a + first_m * a_stride_m, a_stride_m, a_stride_k, p.m - first_m, p.k);
   SmallSimtCopy<T> copy_b(operands.b + first_n * b_stride_n, b_stride_n, b_stride_k, p.n - first_n, p.k);

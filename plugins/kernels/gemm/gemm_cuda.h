@@ -3,6 +3,7 @@
 
 #include "device/dispatch.h"
 #include "device/epilogue.h"
+#include "kernels/gemm/gemm_scaled.h"
 #include "kernels/gemm/variants.h"
 
 namespace ortplugins {
@@ -42,5 +43,19 @@ inline dim3 gemm_grid(const GemmParams& p, int64_t block_m, int64_t block_n) {
 }
 // May be past the last product, in the last layer of z.
 __device__ __forceinline__ int64_t gemm_batch_index() { return blockIdx.y + static_cast<int64_t>(blockIdx.z) * gridDim.y; }
+
+// Calls body(std::bool_constant<trans_a>, std::bool_constant<trans_b>).
+template <class Body>
+Status dispatch_layout(const GemmParams& p, const Body& body) {
+  if (p.trans_a) return p.trans_b ? body(std::true_type{}, std::true_type{}) : body(std::true_type{}, std::false_type{});
+  return p.trans_b ? body(std::false_type{}, std::true_type{}) : body(std::false_type{}, std::false_type{});
+}
+
+// The mma.sync kernels on the tiles for which the scaled float16 product does not hold; without statistics, on all.
+struct ScaledGuard {
+  ScaleStats a, b;
+};
+Status launch_gemm_sm80_tf32_guarded(const GemmParams& params, const ExecContext& context, const ScaledGuard& guard);
+Status launch_gemm_sm80_tf32x3_guarded(const GemmParams& params, const ExecContext& context, const ScaledGuard& guard);
 
 }  // namespace ortplugins

@@ -164,7 +164,7 @@ struct MmaGemm : MmaConfig {
     }
   }
 
-  __device__ __forceinline__ static void run(const GemmParams& p, char* smem_generic) {
+  __device__ __forceinline__ static void run(const GemmParams& p, const ScaledGuard& guard, char* smem_generic) {
     const int lane_idx = static_cast<int>(threadIdx.x) % 32, warp_idx = static_cast<int>(threadIdx.x) / 32;
     const int warp_m = warp_idx / kWarpsN * kWarpM, warp_n = warp_idx % kWarpsN * kWarpN;
     const uint32_t smem = smem_address(smem_generic);
@@ -174,8 +174,12 @@ struct MmaGemm : MmaConfig {
     const int64_t batch_idx = gemm_batch_index();
     if (batch_idx >= p.batch) return;
     const GemmOperands<T> operands(p, batch_idx);
-    const TileIndex tile = grouped_tile(blockIdx.x, tiles_m, tiles_n);
+    const TileIndex tile = grouped_tile<int64_t>(blockIdx.x, tiles_m, tiles_n);
     const int64_t first_m = tile.m * kBlockM, first_n = tile.n * kBlockN;
+    if constexpr (kMath != MmaMath::kHalf) {
+      static_assert(kBlockM == kGuardStrip && kBlockN == kGuardStrip, "the guard judges whole tiles");
+      if (guard.a.max != nullptr && scaled_product_holds(guard.a, guard.b, batch_idx, first_m, first_n, p.m, p.n, p.k)) return;
+    }
 
     // Prologue: fill all stages but one.
     typename TileA::Copy copy_a(operands.a + (kTransA ? first_m : first_m * p.lda), p.lda, kTransA ? p.k : p.m - first_m,
@@ -231,25 +235,26 @@ struct MmaGemm : MmaConfig {
 
 template <class T, MmaMath kMath, bool kTransA, bool kTransB>
 __global__ void __launch_bounds__(MmaConfig::kThreads, kMath == MmaMath::kHalf ? 2 : 1)
-gemm_mma_kernel(const __grid_constant__ GemmParams p) {
+gemm_mma_kernel(const __grid_constant__ GemmParams p, const __grid_constant__ ScaledGuard guard) {
   extern __shared__ __align__(128) char smem[];
-  MmaGemm<T, kMath, kTransA, kTransB>::run(p, smem);
+  MmaGemm<T, kMath, kTransA, kTransB>::run(p, guard, smem);
 }
 
 template <class T, MmaMath kMath, bool kTransA, bool kTransB>
-Status launch_layout(const char* what, const GemmParams& p, const ExecContext& context) {
+Status launch_layout(const char* what, const GemmParams& p, const ExecContext& context, const ScaledGuard& guard) {
   using Gemm = MmaGemm<T, kMath, kTransA, kTransB>;
   static SmemLimit limit;
   const auto kernel = gemm_mma_kernel<T, kMath, kTransA, kTransB>;
   ORTPLUGINS_RETURN_IF_ERROR(limit.raise(kernel, *context.device, Gemm::kSmemBytes));
-  return launch(what, kernel, gemm_grid(p, Gemm::kBlockM, Gemm::kBlockN), Gemm::kThreads, Gemm::kSmemBytes, context, p);
+  return launch(what, kernel, gemm_grid(p, Gemm::kBlockM, Gemm::kBlockN), Gemm::kThreads, Gemm::kSmemBytes, context, p, guard);
 }
 
 template <class T, MmaMath kMath>
-Status launch_mma(const char* what, const GemmParams& p, const ExecContext& context) {
+Status launch_mma(const char* what, const GemmParams& p, const ExecContext& context, const ScaledGuard& guard = {}) {
   if (is_empty(p)) return {};
-  if (p.trans_a) return p.trans_b ? launch_layout<T, kMath, true, true>(what, p, context) : launch_layout<T, kMath, true, false>(what, p, context);
-  return p.trans_b ? launch_layout<T, kMath, false, true>(what, p, context) : launch_layout<T, kMath, false, false>(what, p, context);
+  return dispatch_layout(p, [&](auto trans_a, auto trans_b) {
+    return launch_layout<T, kMath, decltype(trans_a)::value, decltype(trans_b)::value>(what, p, context, guard);
+  });
 }
 
 }  // namespace
@@ -262,6 +267,12 @@ Status launch_gemm_sm80_tf32(const GemmParams& p, const ExecContext& context) {
 }
 Status launch_gemm_sm80_tf32x3(const GemmParams& p, const ExecContext& context) {
   return launch_mma<float, MmaMath::kTf32x3>("gemm_sm80_tf32x3", p, context);
+}
+Status launch_gemm_sm80_tf32_guarded(const GemmParams& p, const ExecContext& context, const ScaledGuard& guard) {
+  return launch_mma<float, MmaMath::kTf32>("gemm_sm80_tf32", p, context, guard);
+}
+Status launch_gemm_sm80_tf32x3_guarded(const GemmParams& p, const ExecContext& context, const ScaledGuard& guard) {
+  return launch_mma<float, MmaMath::kTf32x3>("gemm_sm80_tf32x3", p, context, guard);
 }
 
 }  // namespace ortplugins
