@@ -1,8 +1,8 @@
 // FusedSoftmax on the CPU.
 //
 // Along contiguous columns a row is a run of vectors: its scores (scale * x + mask) and then its exponentials lie in y
-// itself where y is float, else in a buffer in L1. A row that is longer than the buffer is read twice: once for its running
-// maximum and sum, block by block, once for the result.
+// itself where y is float, else in a buffer in L1. A longer row goes block by block, with a running maximum and sum. Float
+// blocks are rescaled at the end by what the maximum has grown since; of other types x is read again.
 //
 // Along any other axis the lanes of a vector are different rows. With at least kWidth of them side by side (inner), a
 // step is one column of 4 or 1 vectors of rows. With fewer, a step takes as many whole columns as fit into a vector; the
@@ -27,6 +27,7 @@ using simd::store_lanes;
 
 constexpr int64_t kBufferCols = 4096;     // 16 KiB: half of the smallest L1
 constexpr int64_t kBlockCols = 2048;      // of a longer row; also the longest single sum
+constexpr int64_t kMaxBlocks = 512;       // of a float row; beyond a million columns blocks are longer
 // Short rows go in groups, of at most this many columns together: x and y then stay in L1 between the steps.
 constexpr int64_t kGroupRows = 8, kGroupCols = 1024;
 constexpr int64_t kTaskElements = 16384;  // about 10 us, several times the cost of handing out a task
@@ -69,7 +70,7 @@ class ContiguousRows {
     const int64_t fit = kGroupCols / p_.cols;
     const int64_t group = fit > kGroupRows ? kGroupRows : fit < 1 ? 1 : fit;
     for (int64_t row = first_row; row < end_row; row += group) {
-      if (kInPlace || p_.cols <= kBufferCols) {
+      if (p_.cols <= (kInPlace ? kBlockCols : kBufferCols)) {
         short_rows(row, end_row - row < group ? end_row - row : group);
       } else {
         long_row(row);
@@ -194,23 +195,43 @@ class ContiguousRows {
     const T* x = x_of(row);
     const Element* mask = mask_of(row);
     T* y = y_of(row);
+    const int64_t least = (p_.cols + kMaxBlocks - 1) / kMaxBlocks;
+    const int64_t block = kInPlace && least > kBlockCols ? (least + kWidth - 1) / kWidth * kWidth : kBlockCols;
+    float block_m[kMaxBlocks];  // the maximum when the exponentials of the block were made
     float m = -kInfinity, sum = 0.0F;
-    for (int64_t c = 0; c < p_.cols; c += kBlockCols) {
-      const int64_t n = p_.cols - c < kBlockCols ? p_.cols - c : kBlockCols;
-      const Element* block_mask = mask + c * p_.mask_col_stride;
-      const float block_m = scores<true>(x + c, block_mask, n, buffer_);
-      const float new_m = block_m > m ? block_m : m;
-      const float block_sum = exponentials<false, false>(x + c, block_mask, n, shift_of(new_m), buffer_);
-      sum = sum * std::exp(m - shift_of(new_m)) + block_sum;
-      m = new_m;
+    for (int64_t c = 0; c < p_.cols; c += block) {
+      const int64_t n = p_.cols - c < block ? p_.cols - c : block;
+      const Element* mask_c = mask + c * p_.mask_col_stride;
+      float* scratch = buffer_;
+      if constexpr (kInPlace) scratch = y + c;
+      const float old_m = m, new_m = scores<!kRecompute>(x + c, mask_c, n, scratch);
+      m = new_m > m ? new_m : m;
+      const float shift = shift_of(m);
+      const float block_sum = kInPlace && !p_.log ? exponentials<kRecompute, true>(x + c, mask_c, n, shift, scratch)
+                                                  : exponentials<kRecompute, false>(x + c, mask_c, n, shift, scratch);
+      sum = sum * std::exp(old_m - shift) + block_sum;
+      if constexpr (kInPlace) block_m[c / block] = m;
     }
     const Float shift = simd::broadcast(shift_of(m));
     if (p_.log) {
       const Float log_sum = simd::broadcast(log_sum_of(m, sum));
-      write(y, p_.cols, [&](int64_t c, int64_t lanes) { return (score_at(x, mask, c, lanes) - shift) - log_sum; });
+      write(y, p_.cols, [&](int64_t c, int64_t lanes) {
+        if constexpr (kInPlace && !kRecompute) return (load_lanes(y + c, lanes) - shift) - log_sum;
+        return (score_at(x, mask, c, lanes) - shift) - log_sum;
+      });
+    } else if constexpr (kInPlace) {
+      for (int64_t c = 0; c < p_.cols; c += block) {
+        const float then = block_m[c / block];
+        const float growth = then == m || then == -kInfinity ? 1.0F : std::exp(then - m);  // nothing but zeros before -inf
+        const Float factor = simd::broadcast(factor_of(m, sum) * growth);
+        const int64_t n = p_.cols - c < block ? p_.cols - c : block;
+        write(y + c, n, [&](int64_t i, int64_t lanes) { return load_lanes(y + c + i, lanes) * factor; });
+      }
     } else {
       const Float factor = simd::broadcast(factor_of(m, sum));
-      write(y, p_.cols, [&](int64_t c, int64_t lanes) { return simd::exp_nonpositive(score_at(x, mask, c, lanes) - shift) * factor; });
+      write(y, p_.cols, [&](int64_t c, int64_t lanes) {
+        return simd::exp_nonpositive(score_at(x, mask, c, lanes) - shift) * factor;
+      });
     }
   }
 
