@@ -379,6 +379,25 @@ def test_scores_replaced_by_an_ordinary_number_are_refused() -> None:
     refused(g.model(), "attention", "fully masked row", feeds(m=keep))
 
 
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_finite_fill_behind_minus_infinity_wins(causal: bool) -> None:
+    """Keys that both masks drop have the finite fill: a row without any other key averages over them."""
+
+    def masks(g: Graph, s: str) -> str:
+        first = causal_by_range(g) if causal else g.input("m", bool, ["batch", 1, 1, "queries"])
+        s = g.add("Where", first, s, np.float32(-np.inf))
+        return g.add("Where", g.input("n", bool, ["batch", 1, 1, "queries"]), s, np.float32(MIN))
+
+    g = Graph()
+    g.output(attention(g, on_scores=masks, self_attention=True)[0])
+    keep, other = np.ones((B, 1, 1, SQ), bool), np.ones((B, 1, 1, SQ), bool)
+    keep[0, ..., :3] = False
+    other[0, ..., 3:] = False
+    other[1] = False
+    values = {"x": feeds()["x"], "n": other, **({} if causal else {"m": keep})}
+    assert len(fused(check(g.model(), values).model, "FusedAttention")) == 1
+
+
 def _range(g: Graph, x: str, axis: int) -> str:
     length = g.add("Squeeze", g.add("Gather", g.add("Shape", x), np.array([axis])))
     return g.add("Range", np.array(0), length, np.array(1))

@@ -379,14 +379,16 @@ def reduce_masks(facts: Facts, terms: Sequence[Term], offset: Size, aligned: Seq
     two axes are the queries and the keys.
     """
     out = Masks()
-    for term, in_line in zip(terms, aligned):
+    for i, (term, in_line) in enumerate(zip(terms, aligned)):
         choice = as_choice(facts, term) if in_line else None
         if choice is None:
             out.steps.append(
                 term if term.fill is None else Choice(Condition(rest=[(term.value, term.keep)]), term.fill, term)
             )
             continue
-        hard = choice.fill == -math.inf
+        # A finite number that replaces scores later also replaces -inf, so the condition must stay in its place.
+        replaced = any(t.fill is not None and math.isfinite(t.fill) for t in terms[i + 1 :])
+        hard = choice.fill == -math.inf and not replaced
         alone = len(terms) == 1 and not choice.condition.rest
         found = choice.condition
         if found.bounded:
@@ -395,7 +397,7 @@ def reduce_masks(facts: Facts, terms: Sequence[Term], offset: Size, aligned: Seq
                     term if term.fill is None else Choice(Condition(rest=[(term.value, term.keep)]), term.fill, term)
                 )
                 continue
-        elif term.fill is None and not hard and _covers(facts, found, term.value):
+        elif term.fill is None and choice.fill != -math.inf and _covers(facts, found, term.value):
             out.steps.append(term)  # nothing to gain
             continue
         if found.rest:
@@ -487,6 +489,9 @@ def _emit(masks: Masks, canonical: Arrangement, dtype: ir.DataType, tape: Tape) 
             value = tape.op("Where", [test, number(0.0), number(step.fill)])
             added = value if added is None else tape.op("Add", [added, value])
         else:
+            if kept is not None:
+                added = tape.op("Where", [kept, number(0.0) if added is None else added, number(-math.inf)])
+                kept = None
             added = tape.op("Where", [test, number(0.0) if added is None else added, number(step.fill)])
     if added is None:
         assert kept is not None
