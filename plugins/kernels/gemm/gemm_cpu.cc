@@ -100,30 +100,38 @@ struct Epilogue {
   int64_t bias_stride_m, bias_stride_n;
   float alpha, beta;
 
-  // y[i0 ..][j0 ..] from the rows x cols sums in c.
+  // beta * bias in row i, n columns from j on.
+  ORTPLUGINS_SIMD Float addend(int64_t i, int64_t j, int64_t lanes) const {
+    const T* at = bias + i * bias_stride_m + j * bias_stride_n;
+    return (bias_stride_n == 0 ? simd::broadcast(simd::load_scalar(at)) : simd::load_lanes(at, lanes)) * beta;
+  }
+
+  // y[i0 ..][j0 ..] from the rows x cols sums in c. kWhole: cols is kTileN.
+  template <class Activation, bool kWhole>
+  ORTPLUGINS_SIMD void rows_of_tile(const float* c, int64_t ldc, int64_t i0, int64_t j0, int64_t rows, int64_t cols) const {
+    const int vectors = kWhole || cols > simd::kWidth ? 2 : 1;
+    const int64_t lanes[2] = {kWhole || vectors == 2 ? simd::kWidth : cols, kWhole ? simd::kWidth : cols - simd::kWidth};
+    Float add[2] = {simd::zero(), simd::zero()};
+    for (int64_t i = 0; i < rows; ++i) {
+      const int64_t at = (i0 + i) * n + j0;
+      const bool new_bias = bias != nullptr && (i == 0 || bias_stride_m != 0);
+#pragma GCC unroll 2
+      for (int v = 0; v < vectors; ++v) {
+        const int64_t j = v * simd::kWidth;
+        if (new_bias) add[v] = addend(i0 + i, j0 + j, lanes[v]);
+        Float x = simd::fma(simd::load(c + i * ldc + j), simd::broadcast(alpha), add[v]);
+        if (residual != nullptr) x += simd::load_lanes(residual + at + j, lanes[v]);
+        simd::store_lanes(y + at + j, Activation::apply(x), lanes[v]);
+      }
+    }
+  }
+
   template <class Activation>
   static void apply(const Epilogue& e, const float* c, int64_t ldc, int64_t i0, int64_t j0, int64_t rows, int64_t cols) {
-    for (int64_t i = 0; i < rows; ++i) {
-      const int64_t at = (i0 + i) * e.n + j0;
-      const T* bias = e.bias == nullptr ? nullptr : e.bias + (i0 + i) * e.bias_stride_m + j0 * e.bias_stride_n;
-      for (int64_t j = 0; j < cols; j += simd::kWidth) {
-        const int64_t width = cols - j < simd::kWidth ? cols - j : simd::kWidth;
-        const bool whole = width == simd::kWidth;
-        Float v = simd::load(c + i * ldc + j) * e.alpha;
-        if (bias != nullptr) {
-          const Float b = e.bias_stride_n == 0 ? simd::broadcast(simd::load_scalar(bias))
-                          : whole              ? simd::load(bias + j)
-                                               : simd::load_tail(bias + j, width);
-          v = simd::fma(b, simd::broadcast(e.beta), v);
-        }
-        if (e.residual != nullptr) v += whole ? simd::load(e.residual + at + j) : simd::load_tail(e.residual + at + j, width);
-        v = Activation::apply(v);
-        if (whole) {
-          simd::store(e.y + at + j, v);
-        } else {
-          simd::store_tail(e.y + at + j, v, width);
-        }
-      }
+    if (cols == kTileN) {
+      e.rows_of_tile<Activation, true>(c, ldc, i0, j0, rows, cols);
+    } else {
+      e.rows_of_tile<Activation, false>(c, ldc, i0, j0, rows, cols);
     }
   }
 
