@@ -305,9 +305,13 @@ ORTPLUGINS_SIMD void multiply_tile(int64_t depth, const float* a, int64_t a_row,
   }
 }
 
+// The three steps of a block are functions of their own, so that registers are given out for each tile alone: inlined
+// into one, the accumulators of a tile compete with the constants of the next step and are spilled.
+
 // sP = sK sQ for the keys, rounded up to whole tiles, and the running maximum over them.
 template <int kVecs>
-void score_block(int64_t keys, int64_t head_dim, const float* sK, const float* sQ, float* sP, Float (&max)[kVecs]) {
+[[gnu::noinline]] void score_block(int64_t keys, int64_t head_dim, const float* sK, const float* sQ, float* sP,
+                                   Float (&max)[kVecs]) {
   for (int64_t j = 0; j < keys; j += kTileM) {
     Float acc[kTileM][kVecs] = {};
     multiply_tile<kVecs>(head_dim, sK + j * head_dim, head_dim, 1, sQ, acc);
@@ -343,7 +347,8 @@ ORTPLUGINS_SIMD void change_scores(int64_t keys, float* sP, const float* sMax, F
 
 // sO = sO * alpha + sV^T sP; ldv is a multiple of kTileM.
 template <int kVecs>
-void value_block(int64_t keys, int64_t ldv, const float* sV, const float* sP, const Float (&alpha)[kVecs], float* sO) {
+[[gnu::noinline]] void value_block(int64_t keys, int64_t ldv, const float* sV, const float* sP,
+                                   const Float (&alpha)[kVecs], float* sO) {
   for (int64_t c = 0; c < ldv; c += kTileM) {
     Float acc[kTileM][kVecs];
     for (int i = 0; i < kTileM; ++i) {
@@ -399,8 +404,8 @@ struct BlockArgs {
 // Turns sP from scores into weights exp(score - max), updates max and sum, and sets alpha, the factor on what was
 // summed before. `max` is the maximum over sMax and the scores.
 template <int kVecs>
-void softmax_block(const BlockArgs& a, Float (&max)[kVecs], float* sP, float* sMax, float* sSum,
-                   Float (&alpha)[kVecs]) {
+[[gnu::noinline]] void softmax_block(const BlockArgs& a, Float (&max)[kVecs], float* sP, float* sMax, float* sSum,
+                                     Float (&alpha)[kVecs]) {
   if (a.softcap != 0.0F) {
     change_scores<kVecs>(a.keys, sP, sMax, max, [&](int64_t, int, Float s) { return cap(s, a.softcap); });
   }
