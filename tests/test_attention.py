@@ -143,6 +143,13 @@ def garbage_where_masked(inputs: Inputs) -> None:
     inputs[V][:, excluded] = np.inf
 
 
+def nan_key_that_is_masked(inputs: Inputs) -> None:
+    """Key 3 is NaN, key 5 infinite; every row but the last masks both."""
+    inputs[MASK][:-1, [3, 5]] = False if inputs[MASK].dtype == np.bool_ else -np.inf
+    inputs[K][:, 3] = inputs[V][:, 3] = np.nan
+    inputs[K][:, 5] = inputs[V][:, 5] = np.inf
+
+
 def garbage_behind_lengths(inputs: Inputs) -> None:
     for b, length in enumerate(inputs[TOTAL_LENGTHS]):
         inputs[K][b, max(0, length) :] = np.nan
@@ -204,6 +211,18 @@ CASES = [
         }.items()
         for sq, sk in lengths
     ),
+    # Lengths around tiles of 64 to 192 rows and keys, more tiles than a GPU has multiprocessors, heads in whole vectors
+    *(
+        Case(f"tiles_d{d}_{sq}x{sk}", heads=2, sq=sq, sk=sk, d=d, layout=layout)
+        for d, layout in ((64, "BSNH"), (128, "BNSH"), (256, "BSNH"))
+        for sq, sk in ((127, 129), (128, 128), (129, 127), (193, 177), (300, 520))
+    ),
+    Case("tiles_v_narrower", heads=2, sq=70, sk=200, d=128, dv=8),
+    Case("tiles_v_wider", heads=2, sq=70, sk=200, d=16, dv=96),
+    *(Case(f"tiles_d{d}", heads=2, sq=150, sk=150, d=d, attrs={"is_causal": 1}) for d in (32, 48, 160, 192)),
+    Case("many_tiles", b=3, heads=50, sq=130, sk=70, d=64),
+    Case("many_tiles_causal", b=2, heads=40, kv_heads=10, sq=300, sk=300, d=64, attrs={"is_causal": 1}, dtypes=("float16", "bfloat16")),
+    Case("many_tiles_lengths", b=5, heads=40, sq=20, sk=300, d=64, total_lengths=(300, 7, 0, 129, 256)),
     # Large heads, values with a standard deviation of 8
     *(Case(f"d{d}_std8", heads=1, sq=16, sk=16, d=d, std=8.0) for d in (257, 320, 512)),
     *(Case(f"d{d}_1024_std8", heads=1, sq=16, sk=1024, d=d, std=8.0) for d in (257, 512)),
@@ -268,6 +287,18 @@ CASES = [
     *masks(
         "mask_grouped", [(1, 8, 12, 30), (2, 1, 12, 30), (2, 1, 1, 30)], b=2, heads=8, kv_heads=2, sq=12, sk=30, d=32
     ),
+    *masks("mask_rows", [(272,), (2, 1, 1, 272), (140, 272), (2, 3, 140, 272), (1, 3, 140, 272), (2, 1, 140, 272), (2, 3, 1, 272)],
+           b=2, heads=3, sq=140, sk=272, d=64),
+    *masks("mask_rows_short", [(70, 144)], b=1, heads=2, sq=70, sk=200, d=128),
+    *(
+        Case(f"mask_rows_spoilt_{kind}", heads=2, sq=70, sk=144, d=64, mask=(70, 144), mask_kind=kind, spoil=nan_key_that_is_masked)
+        for kind in ("bool", "-inf")
+    ),
+    Case("mask_rows_lowest", heads=2, sq=70, sk=144, d=64, mask=(70, 144), mask_kind="lowest", spoil=lowest_row),
+    Case("mask_rows_softcap", heads=2, sq=70, sk=144, d=64, mask=(70, 144), mask_kind="-inf", attrs={"softcap": 5.0}),
+    Case("mask_rows_window", heads=2, sq=170, sk=272, d=64, mask=(170, 272), mask_kind="add", attrs={"window": 40, "window_right": 70}),
+    Case("scale_negative", heads=2, sq=70, sk=144, d=64, attrs={"scale": -0.2}),
+    Case("scale_zero_mask", heads=2, sq=70, sk=144, d=64, mask=(144,), attrs={"scale": 0.0}),
     *masks("mask_short", [(1, 1, 5, 4), (100,)], heads=2, sq=5, sk=130, d=16),
     Case("mask_lowest", b=2, heads=2, sq=40, sk=60, d=32, mask=(2, 1, 1, 60), mask_kind="lowest"),
     Case("mask_with_past", heads=2, sq=5, sk=5, past=9, mask=(5, 14), mask_kind="add"),

@@ -157,6 +157,11 @@ __device__ __forceinline__ void named_barrier_sync(int id, int threads) {
   asm volatile("bar.sync %0, %1;\n" ::"r"(id), "r"(threads) : "memory");
 }
 
+// Counts this thread in at barrier `id`, for others to wait there.
+__device__ __forceinline__ void named_barrier_arrive(int id, int threads) {
+  asm volatile("bar.arrive %0, %1;\n" ::"r"(id), "r"(threads) : "memory");
+}
+
 // --- wgmma ------------------------------------------------------------------------------------------------------------------
 
 // Operand tiles in shared memory, as TMA writes them with the 128-byte swizzle: rows of 128 bytes, 1024-byte aligned.

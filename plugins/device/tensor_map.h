@@ -13,9 +13,10 @@ namespace ortplugins {
 
 template <class T>
 constexpr CUtensorMapDataType tensor_map_type() {
-  return std::is_same_v<T, float>    ? CU_TENSOR_MAP_DATA_TYPE_FLOAT32
-         : std::is_same_v<T, __half> ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16
-                                     : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
+  return std::is_same_v<T, float>     ? CU_TENSOR_MAP_DATA_TYPE_FLOAT32
+         : std::is_same_v<T, __half>  ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16
+         : std::is_same_v<T, uint8_t> ? CU_TENSOR_MAP_DATA_TYPE_UINT8
+                                      : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
 }
 
 // The driver's encoder, looked up once. Null where the driver does not have it.

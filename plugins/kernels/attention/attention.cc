@@ -140,6 +140,21 @@ bool supports_tf32(const AttentionParams& p, const DeviceInfo& device) {
   return supports_tf32x3<kDim>(p, device) && p.precision == Precision::kTf32;
 }
 #endif
+#if ORTPLUGINS_WITH_SM90A
+template <int64_t kDim>
+bool supports_wgmma(const AttentionParams& p, const DeviceInfo& device) {
+  return attention_wgmma_supports(p, device, kDim);
+}
+// Blocks of 192 rows take 1.24 times as long as those of 128; they pay where the GPU needs fewer rounds of them in proportion.
+template <int64_t kDim>
+bool supports_wgmma_192(const AttentionParams& p, const DeviceInfo& device) {
+  const auto rounds = [&](int64_t block_m) {
+    const int64_t blocks = (p.q_len + block_m - 1) / block_m * p.heads * p.batch;
+    return (blocks + device.sm_count - 1) / std::max(device.sm_count, 1);
+  };
+  return supports_wgmma<kDim>(p, device) && rounds(192) * 124 <= rounds(128) * 100;
+}
+#endif
 
 constexpr Variant<AttentionParams> kAttentionVariants[] = {
 #if ORTPLUGINS_WITH_CUDA
@@ -151,6 +166,16 @@ constexpr Variant<AttentionParams> kAttentionVariants[] = {
      attention_mma_split_workspace},
     {102, "simt_fp32_16x64_split", DeviceKind::kCuda, supports_simt_split, launch_attention_simt_split,
      attention_simt_split_workspace},
+#if ORTPLUGINS_WITH_SM90A
+    {157, "sm90a_wgmma_192x128x48_s2", DeviceKind::kCuda, supports_wgmma_192<48>, launch_attention_wgmma_192x48},
+    {153, "sm90a_wgmma_192x128x64_s2", DeviceKind::kCuda, supports_wgmma_192<64>, launch_attention_wgmma_192x64},
+    {151, "sm90a_wgmma_128x128x64_s2", DeviceKind::kCuda, supports_wgmma<64>, launch_attention_wgmma_64},
+    {154, "sm90a_wgmma_128x128x80_s2", DeviceKind::kCuda, supports_wgmma<80>, launch_attention_wgmma_80},
+    {155, "sm90a_wgmma_128x128x96_s2", DeviceKind::kCuda, supports_wgmma<96>, launch_attention_wgmma_96},
+    {152, "sm90a_wgmma_128x128x128_s2", DeviceKind::kCuda, supports_wgmma<128>, launch_attention_wgmma_128},
+    {156, "sm90a_wgmma_128x96x192_s2", DeviceKind::kCuda, supports_wgmma<192>, launch_attention_wgmma_192},
+    {158, "sm90a_wgmma_128x80x256_s2", DeviceKind::kCuda, supports_wgmma<256>, launch_attention_wgmma_256},
+#endif
     {131, "sm80_mma_128x64x64", DeviceKind::kCuda, supports_mma<64>, launch_attention_mma_64},
     {132, "sm80_mma_128x32x128", DeviceKind::kCuda, supports_mma<128>, launch_attention_mma_128},
     {133, "sm80_mma_64x32x256", DeviceKind::kCuda, supports_mma<256>, launch_attention_mma_256},

@@ -169,8 +169,8 @@ __device__ __forceinline__ float to_score(const AttentionLaunch& a, float produc
 // multiplied at all. Matrix tiles cannot leave out single products (0 * NaN is NaN), so a kernel that finds NaN in a row
 // whose sum of weights is a number has this do the row again.
 template <class T>
-__device__ __noinline__ void attend_row_exactly(const AttentionLaunch& a, int64_t b, int64_t h, int64_t i,
-                                                 int64_t dim_begin, int64_t dim_end) {
+__device__ __forceinline__ void attend_row_exactly_inline(const AttentionLaunch& a, int64_t b, int64_t h, int64_t i,
+                                                          int64_t dim_begin, int64_t dim_end) {
   const AttentionParams& p = a.p;
   constexpr int kLaneDims = 8;
   const int lane_idx = static_cast<int>(threadIdx.x) % 32;
@@ -205,6 +205,14 @@ __device__ __noinline__ void attend_row_exactly(const AttentionLaunch& a, int64_
       if (d < dim_end) y[d] = from_float<T>(row_sum == 0.0F ? 0.0F : acc[n] / row_sum);
     }
   }
+}
+
+// As a call, which takes few registers of the kernel. A kernel with wgmma must not contain calls: they make it wait for
+// every product.
+template <class T>
+__device__ __noinline__ void attend_row_exactly(const AttentionLaunch& a, int64_t b, int64_t h, int64_t i,
+                                                 int64_t dim_begin, int64_t dim_end) {
+  attend_row_exactly_inline<T>(a, b, h, i, dim_begin, dim_end);
 }
 
 // The part of the work that one block does: a tile of query rows of one sequence against a range of keys. Row r of a tile

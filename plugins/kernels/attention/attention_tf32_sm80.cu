@@ -2,8 +2,8 @@
 // warps with 16 rows each, against tiles of kBlockN keys.
 //
 // tf32x3 writes each operand as hi + lo, both TF32, and sums lo * hi, hi * lo and hi * hi; what is left out, lo * lo, is
-// below 2^-22 of the product. The tensor core truncates as it accumulates, so no sum stays in it for long: after 32 steps
-// of the head, or one tile of keys, it is added to the real accumulator with an ordinary rounded addition.
+// below 2^-22 of the product. The tensor core truncates as it accumulates, always downwards, so no sum stays in it: the
+// three products of a step start from zero, small terms first, and an ordinary rounded addition adds them to the accumulator.
 //
 // Shared memory holds q, k and v as floats in rows of kDim + 4. With that padding all fragment reads are free of bank
 // conflicts: q and k are read at 4g + t, and v at 8t + g. The latter because the weights do not change lanes between the
@@ -137,7 +137,6 @@ __global__ void __launch_bounds__(kThreads) attention_tf32_kernel(const __grid_c
     load_v(j0);
     float s[1][kTiles][4] = {};
     for (int d0 = 0; d0 < head_dim; d0 += 32) {
-      float part[kTiles][4] = {};
 #pragma unroll
       for (int d = 0; d < 32; d += kStepK) {
         const float* const q = rows_q + d0 + d;
@@ -153,12 +152,17 @@ __global__ void __launch_bounds__(kThreads) attention_tf32_kernel(const __grid_c
           rK[n][0] = Tf32Operand<kSplit>(key[0]);
           rK[n][1] = Tf32Operand<kSplit>(key[4]);
         }
-        mma_step<kSplit>(part, rQ, rK);
-      }
+        if constexpr (kSplit) {
+          float part[kTiles][4] = {};
+          mma_step<kSplit>(part, rQ, rK);
 #pragma unroll
-      for (int n = 0; n < kTiles; ++n) {
+          for (int n = 0; n < kTiles; ++n) {
 #pragma unroll
-        for (int e = 0; e < 4; ++e) s[0][n][e] += part[n][e];
+            for (int e = 0; e < 4; ++e) s[0][n][e] += part[n][e];
+          }
+        } else {
+          mma_step<kSplit>(s[0], rQ, rK);
+        }
       }
     }
     cp_async_wait<0>();
@@ -183,7 +187,11 @@ __global__ void __launch_bounds__(kThreads) attention_tf32_kernel(const __grid_c
 #pragma unroll
     for (int c = 0; c < kDim / 8; c += kGroup) {
       if (c * 8 < v_head_dim) {
-        float part[kGroup][4] = {};
+#pragma unroll
+        for (int u = 0; u < kGroup; ++u) {
+#pragma unroll
+          for (int e = 0; e < 4; ++e) acc[c + u][e] *= correction[0][e / 2];
+        }
 #pragma unroll
         for (int n = 0; n < kTiles; ++n) {
           Tf32Operand<kSplit> rV[kGroup][2];
@@ -193,12 +201,18 @@ __global__ void __launch_bounds__(kThreads) attention_tf32_kernel(const __grid_c
             rV[u][0] = Tf32Operand<kSplit>(value[0]);
             rV[u][1] = Tf32Operand<kSplit>(value[kStride]);
           }
-          mma_step<kSplit>(part, rP[n], rV);
-        }
+          float (&group)[kGroup][4] = *reinterpret_cast<float (*)[kGroup][4]>(&acc[c]);
+          if constexpr (kSplit) {
+            float part[kGroup][4] = {};
+            mma_step<kSplit>(part, rP[n], rV);
 #pragma unroll
-        for (int u = 0; u < kGroup; ++u) {
+            for (int u = 0; u < kGroup; ++u) {
 #pragma unroll
-          for (int e = 0; e < 4; ++e) acc[c + u][e] = fmaf(acc[c + u][e], correction[0][e / 2], part[u][e]);
+              for (int e = 0; e < 4; ++e) group[u][e] += part[u][e];
+            }
+          } else {
+            mma_step<kSplit>(group, rP[n], rV);
+          }
         }
       }
     }

@@ -30,5 +30,16 @@ Status launch_attention_mma_64(const AttentionParams& params, const ExecContext&
 Status launch_attention_mma_128(const AttentionParams& params, const ExecContext& context);
 Status launch_attention_mma_256(const AttentionParams& params, const ExecContext& context);
 #endif
+#if ORTPLUGINS_WITH_SM90A
+bool attention_wgmma_supports(const AttentionParams& params, const DeviceInfo& device, int64_t dim);  // heads of at most `dim`
+Status launch_attention_wgmma_192x48(const AttentionParams& params, const ExecContext& context);
+Status launch_attention_wgmma_192x64(const AttentionParams& params, const ExecContext& context);
+Status launch_attention_wgmma_64(const AttentionParams& params, const ExecContext& context);
+Status launch_attention_wgmma_80(const AttentionParams& params, const ExecContext& context);
+Status launch_attention_wgmma_96(const AttentionParams& params, const ExecContext& context);
+Status launch_attention_wgmma_128(const AttentionParams& params, const ExecContext& context);
+Status launch_attention_wgmma_192(const AttentionParams& params, const ExecContext& context);
+Status launch_attention_wgmma_256(const AttentionParams& params, const ExecContext& context);
+#endif
 
 }  // namespace ortplugins
