@@ -12,7 +12,15 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from kernel_harness import EPSILON, assert_close, for_each_dtype, numpy_dtype, random_tensor, run_variant, variant_params
+from kernel_harness import (
+    EPSILON,
+    assert_close,
+    for_each_dtype,
+    numpy_dtype,
+    random_tensor,
+    run_variant,
+    variant_params,
+)
 from reference import ACTIVATIONS, GemmResult, gemm_reference
 
 from ortplugins import native, ops
@@ -48,7 +56,9 @@ class Case:
         rng = np.random.default_rng(zlib.crc32(self.name.encode()))
 
         def tensor(shape: tuple[int, ...]) -> np.ndarray:
-            values = rng.random(shape).astype(numpy_dtype(dtype)) if self.same_sign else random_tensor(rng, shape, dtype)
+            values = (
+                rng.random(shape).astype(numpy_dtype(dtype)) if self.same_sign else random_tensor(rng, shape, dtype)
+            )
             return np.asarray(values)  # NumPy makes no array of rank 0
 
         a = (self.k, self.m) if self.attrs.get("transA", 0) else (self.m, self.k)
@@ -83,15 +93,42 @@ def large_and_small_rows(inputs: Inputs) -> None:
 
 def subnormal(inputs: Inputs) -> None:
     """Products with a factor of 1 are subnormal numbers, which must not be flushed to zero."""
-    inputs[A][...] = (np.round(inputs[A].astype(np.float64) * 8) * SMALLEST[inputs[A].dtype.name]).astype(inputs[A].dtype)
+    inputs[A][...] = (np.round(inputs[A].astype(np.float64) * 8) * SMALLEST[inputs[A].dtype.name]).astype(
+        inputs[A].dtype
+    )
     inputs[B][...] = np.sign(inputs[B].astype(np.float64)).astype(inputs[B].dtype)
 
 
 # Tiles: 12 x 32, 6 x 16 and 4 x 8 on the CPU, 64 and 128 on CUDA; steps of K of 8, 16, 32, 256 and 512.
 SIZES = [
-    (1, 1, 1), (1, 1, 17), (1, 37, 5), (37, 1, 5), (2, 3, 5), (7, 13, 11), (11, 31, 7), (12, 32, 8), (13, 33, 9), (24, 64, 16), (5, 15, 33),
-    (6, 16, 32), (63, 63, 31), (64, 64, 32), (65, 65, 33), (127, 127, 63), (128, 128, 64), (129, 129, 65), (31, 101, 127), (61, 67, 257),
-    (97, 89, 513), (50, 40, 1031), (1, 300, 700), (3, 65, 2053), (200, 10, 40), (260, 300, 20), (49, 95, 300), (1031, 7, 3),
+    (1, 1, 1),
+    (1, 1, 17),
+    (1, 37, 5),
+    (37, 1, 5),
+    (2, 3, 5),
+    (7, 13, 11),
+    (11, 31, 7),
+    (12, 32, 8),
+    (13, 33, 9),
+    (24, 64, 16),
+    (5, 15, 33),
+    (6, 16, 32),
+    (63, 63, 31),
+    (64, 64, 32),
+    (65, 65, 33),
+    (127, 127, 63),
+    (128, 128, 64),
+    (129, 129, 65),
+    (31, 101, 127),
+    (61, 67, 257),
+    (97, 89, 513),
+    (50, 40, 1031),
+    (1, 300, 700),
+    (3, 65, 2053),
+    (200, 10, 40),
+    (260, 300, 20),
+    (49, 95, 300),
+    (1031, 7, 3),
 ]
 
 CASES = [
@@ -99,10 +136,22 @@ CASES = [
     *(
         Case(f"trans{t['transA']}{t['transB']}_{m}x{n}x{k}", m, n, k, attrs=t)
         for t in TRANSPOSES
-        for m, n, k in ((1, 1, 1), (3, 2, 4), (13, 33, 17), (64, 64, 64), (65, 130, 70), (131, 67, 521), (1, 70, 33), (70, 1, 33))
+        for m, n, k in (
+            (1, 1, 1),
+            (3, 2, 4),
+            (13, 33, 17),
+            (64, 64, 64),
+            (65, 130, 70),
+            (131, 67, 521),
+            (1, 70, 33),
+            (70, 1, 33),
+        )
     ),
     # Bias and residual
-    *(Case(f"bias_{'x'.join(map(str, s)) or 'scalar'}", 13, 37, 9, bias=s) for s in ((), (1,), (37,), (1, 37), (13, 1), (13, 37), (1, 1))),
+    *(
+        Case(f"bias_{'x'.join(map(str, s)) or 'scalar'}", 13, 37, 9, bias=s)
+        for s in ((), (1,), (37,), (1, 37), (13, 1), (13, 37), (1, 1))
+    ),
     *(Case(f"bias_one_row_{'x'.join(map(str, s))}", 1, 37, 9, bias=s) for s in ((37,), (1, 1), (1, 37))),
     *(Case(f"bias_one_col_{'x'.join(map(str, s))}", 37, 1, 9, bias=s) for s in ((1,), (37, 1))),
     Case("residual", 13, 37, 9, residual=True),
@@ -112,13 +161,32 @@ CASES = [
     # Activations, one tile and several
     *(
         Case(f"{name}_{m}x{n}x{k}", m, n, k, bias=(n,), residual=k == 40, attrs={"activation": name, "alpha": 0.5})
-        for name in ACTIVATIONS for m, n, k in ((3, 5, 2), (33, 67, 40), (70, 40, 600))
+        for name in ACTIVATIONS
+        for m, n, k in ((3, 5, 2), (33, 67, 40), (70, 40, 600))
     ),
     # Batches that broadcast
     *(
-        Case(f"batch_{'x'.join(map(str, a)) or 'none'}_{'x'.join(map(str, b)) or 'none'}_{t['transA']}{t['transB']}", 9, 35, 18, a, b, t,
-             bias=(9, 35), residual=True)
-        for a, b in (((3,), (3,)), ((3,), ()), ((), (3,)), ((2, 3), (2, 3)), ((2, 3), (3,)), ((3,), (2, 3)), ((2, 1), (3,)), ((2, 1, 2), (1, 3, 1)))
+        Case(
+            f"batch_{'x'.join(map(str, a)) or 'none'}_{'x'.join(map(str, b)) or 'none'}_{t['transA']}{t['transB']}",
+            9,
+            35,
+            18,
+            a,
+            b,
+            t,
+            bias=(9, 35),
+            residual=True,
+        )
+        for a, b in (
+            ((3,), (3,)),
+            ((3,), ()),
+            ((), (3,)),
+            ((2, 3), (2, 3)),
+            ((2, 3), (3,)),
+            ((3,), (2, 3)),
+            ((2, 1), (3,)),
+            ((2, 1, 2), (1, 3, 1)),
+        )
         for t in TRANSPOSES
     ),
     Case("batch_merges", 17, 33, 21, (2, 5), (), bias=(33,), attrs={"activation": "gelu"}),
@@ -131,15 +199,23 @@ CASES = [
     Case("inf_column", 13, 37, 9, spoil=put(B, (3, 2), np.inf)),
     Case("nan_bias", 13, 37, 9, bias=(37,), spoil=put(BIAS, 5, np.nan), attrs={"activation": "gelu"}),
     # Nothing to add up, nothing to write
-    *(Case(f"k_0_{name}", 5, 37, 0, bias=(37,), residual=True, attrs={"activation": name, "beta": 0.5}) for name in ACTIVATIONS),
+    *(
+        Case(f"k_0_{name}", 5, 37, 0, bias=(37,), residual=True, attrs={"activation": name, "beta": 0.5})
+        for name in ACTIVATIONS
+    ),
     Case("k_0_plain", 5, 37, 0),
     Case("k_0_batch", 5, 3, 0, (2,), (2,)),
     Case("m_0", 0, 37, 9, bias=(37,)),
     Case("n_0", 5, 0, 9, bias=(5, 1)),
     Case("batch_0", 5, 4, 9, (0,), (0,)),
     # Accuracy of long sums
-    *(Case(f"deep_{'same_sign' if s else 'normal'}_{k}", 24, 40, k, same_sign=s) for s in (False, True) for k in (4096, 16384)),
+    *(
+        Case(f"deep_{'same_sign' if s else 'normal'}_{k}", 24, 40, k, same_sign=s)
+        for s in (False, True)
+        for k in (4096, 16384)
+    ),
 ]
+
 
 def spread(inputs: Inputs) -> None:
     """Elements of very different size within rows of a and columns of b."""
@@ -156,13 +232,30 @@ def pick_small(inputs: Inputs) -> None:
 
 # Rows that are multiples of 16 bytes in every type: some kernels need that.
 ROWS_OF_16_BYTES = [
-    *(Case(f"rows16_{m}x{n}x{k}", m, n, k, bias=(n,), residual=k == 64)
-      for m, n, k in ((1, 8, 8), (64, 64, 64), (127, 264, 72), (128, 256, 64), (129, 128, 200), (260, 520, 136), (40, 72, 4104), (300, 1000, 64))),
-    *(Case(f"rows16_trans{t['transA']}{t['transB']}_{m}x{n}x{k}", m, n, k, attrs=t)
-      for t in TRANSPOSES for m, n, k in ((8, 8, 8), (128, 256, 128), (136, 264, 72), (136, 72, 2056))),
+    *(
+        Case(f"rows16_{m}x{n}x{k}", m, n, k, bias=(n,), residual=k == 64)
+        for m, n, k in (
+            (1, 8, 8),
+            (64, 64, 64),
+            (127, 264, 72),
+            (128, 256, 64),
+            (129, 128, 200),
+            (260, 520, 136),
+            (40, 72, 4104),
+            (300, 1000, 64),
+        )
+    ),
+    *(
+        Case(f"rows16_trans{t['transA']}{t['transB']}_{m}x{n}x{k}", m, n, k, attrs=t)
+        for t in TRANSPOSES
+        for m, n, k in ((8, 8, 8), (128, 256, 128), (136, 264, 72), (136, 72, 2056))
+    ),
     Case("rows16_any_n", 70, 131, 72, bias=(131,), residual=True, attrs=trans(0, 1)),
     Case("rows16_bias_column", 130, 264, 72, bias=(130, 1), residual=True, attrs={"activation": "relu", "beta": 0.5}),
-    *(Case(f"rows16_{name}", 136, 264, 520, bias=(264,), residual=True, attrs={"activation": name, "alpha": 0.5}) for name in ACTIVATIONS),
+    *(
+        Case(f"rows16_{name}", 136, 264, 520, bias=(264,), residual=True, attrs={"activation": name, "alpha": 0.5})
+        for name in ACTIVATIONS
+    ),
     Case("rows16_batch", 130, 72, 136, (3,), (3,), residual=True),
     Case("rows16_batch_of_a", 130, 72, 136, (3,), (), attrs=trans(1, 1)),
     Case("rows16_batch_of_b", 136, 72, 136, (), (3,), bias=(72,), attrs=trans(1, 0)),
@@ -173,17 +266,44 @@ ROWS_OF_16_BYTES = [
 
 PRECISION_CASES = [
     *ROWS_OF_16_BYTES,
-    *(Case(f"{f.__name__}_{m}x{n}x{k}", m, n, k, spoil=f, dtypes=("float32",))
-      for f in (spread, pick_small) for m, n, k in ((40, 70, 129), (200, 300, 310))),
-    *(c for c in CASES if c.name.startswith(("size_6", "size_12", "trans", "deep", "size_50x40", "batch_over", "gelu_33", "k_0_gelu"))),
+    *(
+        Case(f"{f.__name__}_{m}x{n}x{k}", m, n, k, spoil=f, dtypes=("float32",))
+        for f in (spread, pick_small)
+        for m, n, k in ((40, 70, 129), (200, 300, 310))
+    ),
+    *(
+        c
+        for c in CASES
+        if c.name.startswith(("size_6", "size_12", "trans", "deep", "size_50x40", "batch_over", "gelu_33", "k_0_gelu"))
+    ),
     Case("rows_2^60", 40, 70, 129, spoil=large_and_small_rows, dtypes=("float32",)),
     Case("rows_2^60_bias", 140, 70, 33, bias=(70,), spoil=large_and_small_rows, dtypes=("float32",)),
 ]
 
-_SMALL_SHAPES = ("size_1x1x1", "size_61x67x257", "size_129x129x65", "trans01_65x130x70", "trans10_65x130x70", "trans11_64x64x64", "batch_over_tiles")
+_SMALL_SHAPES = (
+    "size_1x1x1",
+    "size_61x67x257",
+    "size_129x129x65",
+    "trans01_65x130x70",
+    "trans10_65x130x70",
+    "trans11_64x64x64",
+    "batch_over_tiles",
+)
 SMALL = {
-    "test_gemm": {"case": (*_SMALL_SHAPES, "alpha_beta", "gelu_33x67x40", "batch_2x1x2_1x3x1_00", "k_0_plain",
-                           "rows16_128x256x64", "rows16_trans00_136x72x2056", "rows16_trans11_136x264x72", "rows16_gelu", "rows16_batch")},
+    "test_gemm": {
+        "case": (
+            *_SMALL_SHAPES,
+            "alpha_beta",
+            "gelu_33x67x40",
+            "batch_2x1x2_1x3x1_00",
+            "k_0_plain",
+            "rows16_128x256x64",
+            "rows16_trans00_136x72x2056",
+            "rows16_trans11_136x264x72",
+            "rows16_gelu",
+            "rows16_batch",
+        )
+    },
     "test_precision": {"case": _SMALL_SHAPES[1:], "precision": ("tf32x3", "tf32")},
 }
 """What runs under compute-sanitizer: every kernel, with tails."""
@@ -226,7 +346,7 @@ def solved(name: str, dtype: str, precision: str = "ieee") -> tuple[Inputs, Gemm
 def test_gemm(case: Case, variant: native.VariantInfo) -> None:
     def check(dtype: str) -> None:
         inputs, expected, bound = solved(case.name, dtype)
-        y, = run_variant(OP, variant, inputs, case.attrs)
+        (y,) = run_variant(OP, variant, inputs, case.attrs)
         assert_close(y, expected.y, bound)
 
     for_each_dtype(case.dtypes, check)
@@ -238,17 +358,17 @@ def test_gemm(case: Case, variant: native.VariantInfo) -> None:
 def test_precision(case: Case, precision: str, variant: native.VariantInfo) -> None:
     """`tf32x3` has nearly the bound of `ieee`, `tf32` that of factors rounded to TF32; variants may be better than asked."""
     inputs, expected, bound = solved(case.name, "float32", precision)
-    y, = run_variant(OP, variant, inputs, {**case.attrs, "precision": precision})
+    (y,) = run_variant(OP, variant, inputs, {**case.attrs, "precision": precision})
     assert_close(y, expected.y, bound)
 
 
 @pytest.mark.parametrize("variant", [p for p in variant_params(OP) if p.values[0].device == "cpu"])
 @pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
 def test_packed_b(case: Case, variant: native.VariantInfo) -> None:
-    """A constant b, packed ahead: the same bits in float32, since the order of sums is the same for up to one step of K."""
+    """A constant b, packed ahead as the runtimes do."""
     for dtype in case.dtypes:
         inputs, expected, bound = solved(case.name, dtype)
-        y, = run_variant(OP, variant, inputs, case.attrs, prepack=True)
+        (y,) = run_variant(OP, variant, inputs, case.attrs, prepack=True)
         assert_close(y, expected.y, bound)
 
 
@@ -260,10 +380,28 @@ def test_activation_accuracy(activation: str, variant: native.VariantInfo) -> No
     On the CPU a few ulp of the result however small it is, where the sigmoid is a normal number; elsewhere at least a few
     ulp of the argument.
     """
-    edges = [0.0, -0.0, 1e-30, -1e-30, 1e-42, -1e-42, 80.0, -80.0, 88.8, -88.8, 103.0, -103.0, 1e4, -1e4, 1e30, -1e30, 3e38]
+    edges = [
+        0.0,
+        -0.0,
+        1e-30,
+        -1e-30,
+        1e-42,
+        -1e-42,
+        80.0,
+        -80.0,
+        88.8,
+        -88.8,
+        103.0,
+        -103.0,
+        1e4,
+        -1e4,
+        1e30,
+        -1e30,
+        3e38,
+    ]
     x = np.concatenate([np.linspace(-20.0, 20.0, 20011), np.linspace(-1.0, 1.0, 5003), edges]).astype(np.float32)
     inputs: Inputs = [np.zeros((1, 0), np.float32), np.zeros((0, x.size), np.float32), x]
-    y, = run_variant(OP, variant, inputs, {"activation": activation})
+    (y,) = run_variant(OP, variant, inputs, {"activation": activation})
     with np.errstate(over="ignore", invalid="ignore"):
         expected = np.where(x < -1e3, -0.0, ACTIVATIONS[activation](x.astype(np.float64)))[None]
     ulp = EPSILON["float32"] * np.abs(expected) + SMALLEST["float32"]
@@ -279,9 +417,11 @@ def test_threads_do_not_change_results(variant: native.VariantInfo) -> None:
     for m, n, k, attrs in ((200, 130, 70, {}), (33, 500, 600, trans(0, 1)), (150, 60, 1100, trans(1, 0))):
         inputs = Case("threads", m, n, k, attrs=attrs).inputs("float32")
         for prepack in (False, True):
-            once, = run_variant(OP, variant, inputs, attrs, threads=1, prepack=prepack)
+            (once,) = run_variant(OP, variant, inputs, attrs, threads=1, prepack=prepack)
             for threads in (2, 5):
-                np.testing.assert_array_equal(run_variant(OP, variant, inputs, attrs, threads=threads, prepack=prepack)[0], once)
+                np.testing.assert_array_equal(
+                    run_variant(OP, variant, inputs, attrs, threads=threads, prepack=prepack)[0], once
+                )
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,15 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from kernel_harness import EPSILON, assert_close, for_each_dtype, numpy_dtype, random_tensor, run_variant, variant_params
+from kernel_harness import (
+    EPSILON,
+    assert_close,
+    for_each_dtype,
+    numpy_dtype,
+    random_tensor,
+    run_variant,
+    variant_params,
+)
 from reference import SoftmaxResult, softmax_reference
 
 from ortplugins import native, ops
@@ -74,7 +82,9 @@ def huge(inputs: Inputs) -> None:
 
 
 def subnormal(inputs: Inputs) -> None:
-    inputs[X][...] = (np.sign(inputs[X].astype(np.float64)) * SMALLEST[inputs[X].dtype.name] * 5).astype(inputs[X].dtype)
+    inputs[X][...] = (np.sign(inputs[X].astype(np.float64)) * SMALLEST[inputs[X].dtype.name] * 5).astype(
+        inputs[X].dtype
+    )
 
 
 def garbage_where_hidden(inputs: Inputs) -> None:
@@ -83,20 +93,53 @@ def garbage_where_hidden(inputs: Inputs) -> None:
 
 
 def log_of(cases: list[Case]) -> list[Case]:
-    return [Case(f"log_{c.name}", c.shape, {**c.attrs, "log": 1}, c.mask, c.mask_kind, c.std, c.spoil, c.dtypes) for c in cases]
+    return [
+        Case(f"log_{c.name}", c.shape, {**c.attrs, "log": 1}, c.mask, c.mask_kind, c.std, c.spoil, c.dtypes)
+        for c in cases
+    ]
 
 
 def masked(name: str, shape: tuple[int, ...], masks: list[tuple[int, ...]], **problem: Any) -> list[Case]:
     return [
         Case(f"{name}_mask_{'x'.join(map(str, m)) or 'scalar'}_{kind}", shape, mask=m, mask_kind=kind, **problem)
-        for m in masks for kind in ("bool", "add", "-inf")
+        for m in masks
+        for kind in ("bool", "add", "-inf")
     ]
 
 
 CONTIGUOUS = [
     # Row lengths: one, primes, and around vectors, warps, register and buffer limits
-    *(Case(f"cols_{n}", (3, n)) for n in (1, 2, 3, 7, 15, 16, 17, 31, 32, 33, 64, 127, 128, 129, 1023, 1024, 1025, 2053, 4095, 4096, 4097,
-                                          8191, 8193, 16383, 16385, 20011)),
+    *(
+        Case(f"cols_{n}", (3, n))
+        for n in (
+            1,
+            2,
+            3,
+            7,
+            15,
+            16,
+            17,
+            31,
+            32,
+            33,
+            64,
+            127,
+            128,
+            129,
+            1023,
+            1024,
+            1025,
+            2053,
+            4095,
+            4096,
+            4097,
+            8191,
+            8193,
+            16383,
+            16385,
+            20011,
+        )
+    ),
     Case("rank_1", (37,)),
     Case("rank_5", (2, 1, 3, 2, 29)),
     Case("many_rows", (1031, 33)),
@@ -108,14 +151,26 @@ CONTIGUOUS = [
 ]
 OTHER_AXES = [
     *(Case(f"axis_{a}", (2, 3, 4, 5), {"axis": a}) for a in (-4, -3, -2, -1, 0, 1, 2, 3)),
-    *(Case(f"inner_{n}", (3, 19, n), {"axis": 1, "scale": 0.7}) for n in (2, 3, 5, 8, 11, 15, 16, 17, 31, 32, 33, 63, 64, 65, 97, 128, 131)),
+    *(
+        Case(f"inner_{n}", (3, 19, n), {"axis": 1, "scale": 0.7})
+        for n in (2, 3, 5, 8, 11, 15, 16, 17, 31, 32, 33, 63, 64, 65, 97, 128, 131)
+    ),
     *(Case(f"axis_length_{n}", (2, n, 6), {"axis": 1}) for n in (1, 2, 3, 5, 127, 1031)),
     *(Case(f"long_axis_inner_{n}", (5003, n), {"axis": 0}) for n in (2, 70)),
 ]
 MASKED = [
-    *masked("rows", (2, 3, 5, 37), [(37,), (5, 37), (5, 1), (2, 1, 1, 37), (1, 3, 1, 37), (2, 3, 5, 37), (2, 1, 5, 1), (1,), ()]),
+    *masked(
+        "rows",
+        (2, 3, 5, 37),
+        [(37,), (5, 37), (5, 1), (2, 1, 1, 37), (1, 3, 1, 37), (2, 3, 5, 37), (2, 1, 5, 1), (1,), ()],
+    ),
     *masked("long", (2, 3, 4501), [(4501,), (3, 4501), (2, 1, 4501), (3, 1)]),
-    *masked("axis1", (2, 7, 3, 20), [(20,), (3, 20), (3, 1), (7, 1, 1), (7, 3, 20), (2, 1, 3, 1), (2, 7, 1, 20), (2, 7, 3, 20), (1, 1)], attrs={"axis": 1}),
+    *masked(
+        "axis1",
+        (2, 7, 3, 20),
+        [(20,), (3, 20), (3, 1), (7, 1, 1), (7, 3, 20), (2, 1, 3, 1), (2, 7, 1, 20), (2, 7, 3, 20), (1, 1)],
+        attrs={"axis": 1},
+    ),
     *masked("narrow", (4, 23, 5), [(5,), (23, 1), (23, 5), (4, 1, 5), (4, 1, 1), (4, 23, 5), (1,)], attrs={"axis": 1}),
     *masked("wide", (2, 13, 70), [(70,), (13, 1), (13, 70), (2, 1, 70), (2, 13, 70), (2, 1, 1)], attrs={"axis": 1}),
     Case("mask_lowest", (4, 3, 50), mask=(4, 1, 50), mask_kind="lowest"),
@@ -125,12 +180,23 @@ MASKED = [
     Case("mask_garbage_long", (3, 5000), mask=(5000,), spoil=garbage_where_hidden),
     Case("mask_garbage_axis_0", (50, 21), {"axis": 0}, mask=(50, 1), spoil=garbage_where_hidden),
     *(
-        Case(f"masked_row_{kind}_{'x'.join(map(str, shape))}_{axis}", shape, {"axis": axis}, mask=shape, mask_kind=kind,
-             spoil=lambda inputs, axis=axis, kind=kind: np.moveaxis(inputs[MASK], axis, -1).__setitem__(0, False if kind == "bool" else -np.inf))
-        for kind in ("bool", "-inf") for shape, axis in (((4, 40), -1), ((3, 5000), -1), ((3, 20, 40), 1), ((3, 20, 5), 1))
+        Case(
+            f"masked_row_{kind}_{'x'.join(map(str, shape))}_{axis}",
+            shape,
+            {"axis": axis},
+            mask=shape,
+            mask_kind=kind,
+            spoil=lambda inputs, axis=axis, kind=kind: np.moveaxis(inputs[MASK], axis, -1).__setitem__(
+                0, False if kind == "bool" else -np.inf
+            ),
+        )
+        for kind in ("bool", "-inf")
+        for shape, axis in (((4, 40), -1), ((3, 5000), -1), ((3, 20, 40), 1), ((3, 20, 5), 1))
     ),
     Case("masked_all", (3, 70), mask=(), spoil=lambda inputs: inputs[MASK].fill(False)),
-    Case("masked_nan_row", (3, 70), mask=(70,), spoil=lambda inputs: (inputs[MASK].fill(False), inputs[X].fill(np.nan))),
+    Case(
+        "masked_nan_row", (3, 70), mask=(70,), spoil=lambda inputs: (inputs[MASK].fill(False), inputs[X].fill(np.nan))
+    ),
 ]
 VALUES = [
     Case("zeros", (5, 77), spoil=fill(0.0)),
@@ -144,11 +210,20 @@ VALUES = [
     *(
         Case(f"{name}_{'x'.join(map(str, shape))}_{axis}", shape, {"axis": axis}, spoil=put(index, value))
         for name, value in (("nan", np.nan), ("inf", np.inf), ("-inf", -np.inf))
-        for shape, axis, index in (((4, 40), -1, (1, 3)), ((3, 5000), -1, (2, 4999)), ((3, 20, 40), 1, (1, 2, 3)), ((3, 20, 5), 1, (1, 2, 3)))
+        for shape, axis, index in (
+            ((4, 40), -1, (1, 3)),
+            ((3, 5000), -1, (2, 4999)),
+            ((3, 20, 40), 1, (1, 2, 3)),
+            ((3, 20, 5), 1, (1, 2, 3)),
+        )
     ),
     *(
-        Case(f"row_of_-inf_{'x'.join(map(str, shape))}_{axis}", shape, {"axis": axis},
-             spoil=lambda inputs, axis=axis: np.moveaxis(inputs[X], axis, -1).__setitem__(0, -np.inf))
+        Case(
+            f"row_of_-inf_{'x'.join(map(str, shape))}_{axis}",
+            shape,
+            {"axis": axis},
+            spoil=lambda inputs, axis=axis: np.moveaxis(inputs[X], axis, -1).__setitem__(0, -np.inf),
+        )
         for shape, axis in (((4, 40), -1), ((3, 5000), -1), ((3, 20, 40), 1), ((3, 20, 5), 1))
     ),
     Case("-inf_and_nan", (3, 50), spoil=lambda inputs: (put(1, -np.inf)(inputs), put((1, 7), np.nan)(inputs))),
@@ -156,16 +231,57 @@ VALUES = [
 ]
 EMPTY = [Case("no_rows", (0, 8)), Case("no_cols", (8, 0)), Case("no_inner", (3, 4, 0), {"axis": 1})]
 
-LOG_NAMES = ("cols_1", "cols_33", "cols_1025", "cols_4097", "cols_20011", "axis_0", "axis_2", "inner_5", "inner_64", "inner_97", "long_axis_inner_70",
-             "mask_lowest", "mask_garbage", "mask_garbage_axis_0", "rows_mask_5x1_add", "axis1_mask_3x20_bool", "masked_all", "zeros",
-             "huge", "wide_range", "subnormal", "-inf_and_nan", "nan_4x40_-1", "inf_4x40_-1", "row_of_-inf_3x5000_-1", "row_of_-inf_3x20x5_1",
-             "scale_negative")
+LOG_NAMES = (
+    "cols_1",
+    "cols_33",
+    "cols_1025",
+    "cols_4097",
+    "cols_20011",
+    "axis_0",
+    "axis_2",
+    "inner_5",
+    "inner_64",
+    "inner_97",
+    "long_axis_inner_70",
+    "mask_lowest",
+    "mask_garbage",
+    "mask_garbage_axis_0",
+    "rows_mask_5x1_add",
+    "axis1_mask_3x20_bool",
+    "masked_all",
+    "zeros",
+    "huge",
+    "wide_range",
+    "subnormal",
+    "-inf_and_nan",
+    "nan_4x40_-1",
+    "inf_4x40_-1",
+    "row_of_-inf_3x5000_-1",
+    "row_of_-inf_3x20x5_1",
+    "scale_negative",
+)
 _PLAIN = [*CONTIGUOUS, *OTHER_AXES, *MASKED, *VALUES, *EMPTY]
 CASES = [*_PLAIN, *log_of([c for c in _PLAIN if c.name in LOG_NAMES])]
 
 SMALL = {
-    "test_softmax": {"case": ("cols_1", "cols_33", "cols_129", "cols_1025", "cols_4097", "cols_20011", "many_rows", "axis_1", "inner_5", "inner_65",
-                              "rows_mask_5x37_add", "long_mask_3x4501_bool", "masked_row_-inf_3x5000_-1", "log_cols_1025")},
+    "test_softmax": {
+        "case": (
+            "cols_1",
+            "cols_33",
+            "cols_129",
+            "cols_1025",
+            "cols_4097",
+            "cols_20011",
+            "many_rows",
+            "axis_1",
+            "inner_5",
+            "inner_65",
+            "rows_mask_5x37_add",
+            "long_mask_3x4501_bool",
+            "masked_row_-inf_3x5000_-1",
+            "log_cols_1025",
+        )
+    },
 }
 """What runs under compute-sanitizer: every kernel, with tails."""
 
@@ -210,7 +326,7 @@ def solved(name: str, dtype: str) -> tuple[Inputs, SoftmaxResult, np.ndarray]:
 def test_softmax(case: Case, variant: native.VariantInfo) -> None:
     def check(dtype: str) -> None:
         inputs, expected, bound = solved(case.name, dtype)
-        y, = run_variant(OP, variant, inputs, case.attrs)
+        (y,) = run_variant(OP, variant, inputs, case.attrs)
         assert_close(y, expected.y, bound)
 
     for_each_dtype(case.dtypes, check)
@@ -220,7 +336,7 @@ def test_softmax(case: Case, variant: native.VariantInfo) -> None:
 def test_masked_rows_are_exactly_zero(variant: native.VariantInfo) -> None:
     for case in (c for c in MASKED if c.name.startswith("masked_row")):
         inputs, expected, _ = solved(case.name, "float32")
-        y, = run_variant(OP, variant, inputs, case.attrs)
+        (y,) = run_variant(OP, variant, inputs, case.attrs)
         empty = np.isneginf(np.max(expected.score, axis=case.attrs["axis"], keepdims=True)) & np.ones(y.shape, bool)
         assert empty.any() and not y[empty].any()
 
@@ -229,7 +345,7 @@ def test_masked_rows_are_exactly_zero(variant: native.VariantInfo) -> None:
 def test_large_output(variant: native.VariantInfo) -> None:
     """More than the caches hold: written past them, in pieces for several threads, from an odd address on."""
     x = random_tensor(np.random.default_rng(0), (101, 65537), "float32")
-    y, = run_variant(OP, variant, [x])
+    (y,) = run_variant(OP, variant, [x])
     expected = softmax_reference([x[::25]])
     assert_close(y[::25], expected.y, bound_of([x[::25]], {}, expected))
     np.testing.assert_allclose(y.sum(axis=1, dtype=np.float64), 1.0, atol=1e-6)
@@ -239,14 +355,20 @@ def test_large_output(variant: native.VariantInfo) -> None:
 def test_threads_do_not_change_results(variant: native.VariantInfo) -> None:
     for attrs in ({}, {"axis": 0}, {"axis": 1}):
         inputs = [random_tensor(np.random.default_rng(1), (41, 70, 67), "float32")]
-        once, = run_variant(OP, variant, inputs, attrs, threads=1)
+        (once,) = run_variant(OP, variant, inputs, attrs, threads=1)
         for threads in (2, 5):
             np.testing.assert_array_equal(run_variant(OP, variant, inputs, attrs, threads=threads)[0], once)
 
 
 @pytest.mark.parametrize(
     ("name", "wrong_attrs", "wrong_mask"),
-    [("scale", {}, False), ("axis_1", {"axis": 2}, False), ("log_cols_33", {}, False), ("rows_mask_5x37_add", {}, True), ("rows_mask_5x37_bool", {}, True)],
+    [
+        ("scale", {}, False),
+        ("axis_1", {"axis": 2}, False),
+        ("log_cols_33", {}, False),
+        ("rows_mask_5x37_add", {}, True),
+        ("rows_mask_5x37_bool", {}, True),
+    ],
 )
 def test_bound_rejects_wrong_results(name: str, wrong_attrs: dict[str, Any], wrong_mask: bool) -> None:
     """The bound is tight enough to see a forgotten attribute or mask in each type."""
@@ -260,7 +382,11 @@ def test_bound_rejects_wrong_results(name: str, wrong_attrs: dict[str, Any], wro
 def test_bound_rejects_lost_precision() -> None:
     """An exponential with the accuracy of bfloat16, and a row that is not quite normalised."""
     inputs, expected, bound = solved("cols_128", "float32")
-    for wrong in (expected.y.astype(ml_dtypes.bfloat16), expected.y * (1 + 2.0**-18), np.where(expected.y > 0.1, np.nan, expected.y)):
+    for wrong in (
+        expected.y.astype(ml_dtypes.bfloat16),
+        expected.y * (1 + 2.0**-18),
+        np.where(expected.y > 0.1, np.nan, expected.y),
+    ):
         with pytest.raises(AssertionError):
             assert_close(wrong.astype(np.float64), expected.y, bound)
 

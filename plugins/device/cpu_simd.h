@@ -2,8 +2,8 @@
 // from and to the storage types, tails, reductions and elementary functions.
 //
 // Arithmetic and comparisons are the operators of the GNU vector extension; `mask ? a : b` selects by lane. Everything
-// lies in an anonymous namespace because each object has its own instruction set: a function with external linkage could
-// be merged with another object's and then run where its instructions do not exist.
+// lies in an anonymous namespace because each object has its own instruction set: a function with external linkage
+// could be merged with another object's and then run where its instructions do not exist.
 #pragma once
 
 #include <cstdint>
@@ -300,11 +300,17 @@ ORTPLUGINS_SIMD void store_lanes(T* p, Float v, int64_t n) {
 template <class T>
 Float round_to(Float v);
 template <>
-ORTPLUGINS_SIMD Float round_to<float>(Float v) { return v; }
+ORTPLUGINS_SIMD Float round_to<float>(Float v) {
+  return v;
+}
 template <>
-ORTPLUGINS_SIMD Float round_to<Float16>(Float v) { return detail::from_float16(detail::to_float16(v)); }
+ORTPLUGINS_SIMD Float round_to<Float16>(Float v) {
+  return detail::from_float16(detail::to_float16(v));
+}
 template <>
-ORTPLUGINS_SIMD Float round_to<BFloat16>(Float v) { return detail::from_bfloat16(detail::to_bfloat16(v)); }
+ORTPLUGINS_SIMD Float round_to<BFloat16>(Float v) {
+  return detail::from_bfloat16(detail::to_bfloat16(v));
+}
 
 // Booleans, one byte each, as a mask; those from n on (at most kWidth) are false.
 ORTPLUGINS_SIMD Int load_bool(const bool* p, int64_t n = kWidth) {
@@ -334,12 +340,14 @@ ORTPLUGINS_SIMD void store_streaming(float* p, Float v) {
 #endif
 }
 
-// --- Transposition ----------------------------------------------------------------------------------------------------
+// --- Transposition
+// ----------------------------------------------------------------------------------------------------
 
 // rows[i][j] becomes rows[j][i].
 ORTPLUGINS_SIMD void transpose(Float (&rows)[kWidth]) {
 #if defined(__AVX2__)
-  // Within 128-bit blocks first: afterwards block b of rows[4 * g + c] holds rows 4 * g to 4 * g + 3 of column 4 * b + c.
+  // Within 128-bit blocks first: afterwards block b of rows[4 * g + c] holds rows 4 * g to 4 * g + 3 of column 4 * b +
+  // c.
   for (int g = 0; g < kWidth; g += 4) {
 #if defined(__AVX512F__)
     const __m512d t0 = _mm512_castps_pd(_mm512_unpacklo_ps(rows[g], rows[g + 1]));
@@ -364,8 +372,10 @@ ORTPLUGINS_SIMD void transpose(Float (&rows)[kWidth]) {
   // Then the blocks among the groups g.
   for (int c = 0; c < 4; ++c) {
 #if defined(__AVX512F__)
-    const __m512 low0 = _mm512_shuffle_f32x4(rows[c], rows[4 + c], 0x44), high0 = _mm512_shuffle_f32x4(rows[c], rows[4 + c], 0xee);
-    const __m512 low1 = _mm512_shuffle_f32x4(rows[8 + c], rows[12 + c], 0x44), high1 = _mm512_shuffle_f32x4(rows[8 + c], rows[12 + c], 0xee);
+    const __m512 low0 = _mm512_shuffle_f32x4(rows[c], rows[4 + c], 0x44),
+                 high0 = _mm512_shuffle_f32x4(rows[c], rows[4 + c], 0xee);
+    const __m512 low1 = _mm512_shuffle_f32x4(rows[8 + c], rows[12 + c], 0x44),
+                 high1 = _mm512_shuffle_f32x4(rows[8 + c], rows[12 + c], 0xee);
     rows[c] = _mm512_shuffle_f32x4(low0, low1, 0x88);
     rows[4 + c] = _mm512_shuffle_f32x4(low0, low1, 0xdd);
     rows[8 + c] = _mm512_shuffle_f32x4(high0, high1, 0x88);
@@ -377,8 +387,10 @@ ORTPLUGINS_SIMD void transpose(Float (&rows)[kWidth]) {
 #endif
   }
 #else
-  const Float t0 = __builtin_shuffle(rows[0], rows[1], Int{0, 4, 1, 5}), t1 = __builtin_shuffle(rows[0], rows[1], Int{2, 6, 3, 7});
-  const Float t2 = __builtin_shuffle(rows[2], rows[3], Int{0, 4, 1, 5}), t3 = __builtin_shuffle(rows[2], rows[3], Int{2, 6, 3, 7});
+  const Float t0 = __builtin_shuffle(rows[0], rows[1], Int{0, 4, 1, 5}),
+              t1 = __builtin_shuffle(rows[0], rows[1], Int{2, 6, 3, 7});
+  const Float t2 = __builtin_shuffle(rows[2], rows[3], Int{0, 4, 1, 5}),
+              t3 = __builtin_shuffle(rows[2], rows[3], Int{2, 6, 3, 7});
   rows[0] = __builtin_shuffle(t0, t2, Int{0, 1, 4, 5});
   rows[1] = __builtin_shuffle(t0, t2, Int{2, 3, 6, 7});
   rows[2] = __builtin_shuffle(t1, t3, Int{0, 1, 4, 5});

@@ -5,8 +5,8 @@
 // epilogue (alpha, bias, residual, activation, conversion) runs over the tile while it is in L1.
 //
 // float32 rows of A are read where they lie; a strip of another type, or of a transposed A, is converted first. B comes
-// packed by `prepack`; else a task packs the block it needs; else, with few rows of A, it is read where it lies, because
-// packing would cost more than it saves.
+// packed by `prepack`; else a task packs the block it needs; else, with few rows of A, it is read where it lies,
+// because packing would cost more than it saves.
 #include <cstdint>
 
 #include "device/cpu_gemm.h"
@@ -33,7 +33,8 @@ constexpr int64_t kMaxDirectRows = 4 * kTileM;  // with up to four strips, B is 
 constexpr double kMinTaskFlops = 1e6;           // about 10 us, several times the cost of handing out a task
 constexpr int64_t kMaxTasks = 32;
 
-// --- Constant B --------------------------------------------------------------------------------------------------------
+// --- Constant B
+// --------------------------------------------------------------------------------------------------------
 
 // In front of the panels, so that a kernel can tell whether they have its width.
 struct alignas(64) PackedHeader {
@@ -51,7 +52,8 @@ const float* packed_panels(const void* packed) {
   return header->tile_n == kTileN ? reinterpret_cast<const float*>(header + 1) : nullptr;
 }
 
-// --- Epilogue ------------------------------------------------------------------------------------------------------------
+// --- Epilogue
+// ------------------------------------------------------------------------------------------------------------
 
 struct Identity {
   static Float apply(Float x) { return x; }
@@ -66,7 +68,7 @@ struct GeluTanh {
   // (1 + tanh u) / 2 is sigmoid(2 u). 2 u = x (c0 + c1 x^2) is carried in two floats: where the sigmoid is small, its
   // relative error is the absolute error of 2 u.
   static Float apply(Float x) {
-    const Float c0 = simd::broadcast(1.59576912F), c0_low = simd::broadcast(-4.5340680e-08F);  // 2 sqrt(2 / pi)
+    const Float c0 = simd::broadcast(1.59576912F), c0_low = simd::broadcast(-4.5340680e-08F);   // 2 sqrt(2 / pi)
     const Float c1 = simd::broadcast(0.0713548139F), c1_low = simd::broadcast(2.3988324e-09F);  // 0.044715 c0
     const Float s = x * x;
     const Float s_low = simd::product_error(x, x, s);
@@ -108,9 +110,11 @@ struct Epilogue {
 
   // y[i0 ..][j0 ..] from the rows x cols sums in c. kWhole: cols is kTileN.
   template <class Activation, bool kWhole>
-  ORTPLUGINS_SIMD void rows_of_tile(const float* c, int64_t ldc, int64_t i0, int64_t j0, int64_t rows, int64_t cols) const {
+  ORTPLUGINS_SIMD void rows_of_tile(const float* c, int64_t ldc, int64_t i0, int64_t j0, int64_t rows,
+                                    int64_t cols) const {
     const int vectors = kWhole || cols > simd::kWidth ? 2 : 1;
-    const int64_t lanes[2] = {kWhole || vectors == 2 ? simd::kWidth : cols, kWhole ? simd::kWidth : cols - simd::kWidth};
+    const int64_t lanes[2] = {kWhole || vectors == 2 ? simd::kWidth : cols,
+                              kWhole ? simd::kWidth : cols - simd::kWidth};
     Float add[2] = {simd::zero(), simd::zero()};
     for (int64_t i = 0; i < rows; ++i) {
       const int64_t at = (i0 + i) * n + j0;
@@ -127,7 +131,8 @@ struct Epilogue {
   }
 
   template <class Activation>
-  static void apply(const Epilogue& e, const float* c, int64_t ldc, int64_t i0, int64_t j0, int64_t rows, int64_t cols) {
+  static void apply(const Epilogue& e, const float* c, int64_t ldc, int64_t i0, int64_t j0, int64_t rows,
+                    int64_t cols) {
     if (cols == kTileN) {
       e.rows_of_tile<Activation, true>(c, ldc, i0, j0, rows, cols);
     } else {
@@ -138,18 +143,25 @@ struct Epilogue {
   using Function = void (*)(const Epilogue&, const float*, int64_t, int64_t, int64_t, int64_t, int64_t);
   static Function choose(Activation activation) {
     switch (activation) {
-      case Activation::kNone: return apply<Identity>;
-      case Activation::kRelu: return apply<Relu>;
-      case Activation::kGelu: return apply<Gelu>;
-      case Activation::kGeluTanh: return apply<GeluTanh>;
-      case Activation::kSilu: return apply<Silu>;
-      case Activation::kQuickGelu: return apply<QuickGelu>;
+      case Activation::kNone:
+        return apply<Identity>;
+      case Activation::kRelu:
+        return apply<Relu>;
+      case Activation::kGelu:
+        return apply<Gelu>;
+      case Activation::kGeluTanh:
+        return apply<GeluTanh>;
+      case Activation::kSilu:
+        return apply<Silu>;
+      case Activation::kQuickGelu:
+        return apply<QuickGelu>;
     }
     return nullptr;
   }
 };
 
-// --- Blocks and tasks ----------------------------------------------------------------------------------------------------
+// --- Blocks and tasks
+// ----------------------------------------------------------------------------------------------------
 
 enum class SourceB : uint8_t { kPacked, kDirect, kOnTheFly };
 
@@ -166,12 +178,13 @@ constexpr int64_t clamp(int64_t x, int64_t low, int64_t high) { return x < low ?
 
 Blocking choose_blocking(const GemmParams& p, bool packed) {
   Blocking b;
-  b.source_b = packed ? SourceB::kPacked
+  b.source_b = packed                                                              ? SourceB::kPacked
                : p.dtype == DType::kFloat32 && !p.trans_b && p.m <= kMaxDirectRows ? SourceB::kDirect
                                                                                    : SourceB::kOnTheFly;
   const double flops = 2.0 * static_cast<double>(p.batch) * static_cast<double>(p.m) * static_cast<double>(p.n) *
                        static_cast<double>(p.k + 16);  // the epilogue is worth about 16 steps of K
-  const int64_t wanted = flops < kMinTaskFlops * kMaxTasks ? clamp(static_cast<int64_t>(flops / kMinTaskFlops), 1, kMaxTasks) : kMaxTasks;
+  const int64_t wanted =
+      flops < kMinTaskFlops * kMaxTasks ? clamp(static_cast<int64_t>(flops / kMinTaskFlops), 1, kMaxTasks) : kMaxTasks;
 
   const int64_t max_k = b.source_b == SourceB::kOnTheFly ? kPackFloats / kBlockNOnTheFly : kMaxBlockK;
   b.block_k = p.k <= max_k ? p.k : ceil_div(p.k, ceil_div(p.k, max_k));
@@ -187,9 +200,11 @@ Blocking choose_blocking(const GemmParams& p, bool packed) {
     b.block_n = clamp(side, kTileN, fits_l2);
   }
   if (b.block_n > padded_n) b.block_n = padded_n;
-  if (b.block_k < p.k && b.block_n > kPartialFloats / (4 * kTileM)) b.block_n = kPartialFloats / (4 * kTileM) / kTileN * kTileN;
+  if (b.block_k < p.k && b.block_n > kPartialFloats / (4 * kTileM))
+    b.block_n = kPartialFloats / (4 * kTileM) / kTileN * kTileN;
   b.block_m = round_up(ceil_div(area, b.block_n), kTileM);
-  if (b.block_k < p.k && b.block_m * b.block_n > kPartialFloats) b.block_m = kPartialFloats / b.block_n / kTileM * kTileM;
+  if (b.block_k < p.k && b.block_m * b.block_n > kPartialFloats)
+    b.block_m = kPartialFloats / b.block_n / kTileM * kTileM;
   // Packing a block pays off only over several strips.
   if (b.source_b == SourceB::kOnTheFly && b.block_m < 8 * kTileM) b.block_m = 8 * kTileM;
   if (b.block_m > p.m) b.block_m = p.m;
@@ -204,8 +219,8 @@ Blocking choose_blocking(const GemmParams& p, bool packed) {
 
 // Block [m0, m1) x [n0, n1) of matrix `index`.
 template <class T>
-void run_block(const GemmParams& p, const Blocking& blocking, const float* panels, int64_t index, int64_t m0, int64_t m1,
-               int64_t n0, int64_t n1) {
+void run_block(const GemmParams& p, const Blocking& blocking, const float* panels, int64_t index, int64_t m0,
+               int64_t m1, int64_t n0, int64_t n1) {
   alignas(64) float tile_sums[kTileM * kTileN];
   alignas(64) float strip[kTileM * kMaxBlockK];
   alignas(64) float pack[kPackFloats];
@@ -219,7 +234,11 @@ void run_block(const GemmParams& p, const Blocking& blocking, const float* panel
   const Epilogue<T> epilogue = {p.beta == 0.0F ? nullptr : static_cast<const T*>(p.bias),
                                 p.residual == nullptr ? nullptr : static_cast<const T*>(p.residual) + y_offset,
                                 static_cast<T*>(p.y) + y_offset,
-                                p.n, p.bias_stride_m, p.bias_stride_n, p.alpha, p.beta};
+                                p.n,
+                                p.bias_stride_m,
+                                p.bias_stride_n,
+                                p.alpha,
+                                p.beta};
   const typename Epilogue<T>::Function finish = Epilogue<T>::choose(p.activation);
   const int64_t ld_partial = round_up(n1 - n0, kTileN);
 
@@ -236,7 +255,8 @@ void run_block(const GemmParams& p, const Blocking& blocking, const float* panel
       b_panels = panels + matrix * cpu_gemm::packed_size(p.k, p.n) + n0 * p.k + k0 * kTileN;
       panel_stride = p.k * kTileN;
     } else if (blocking.source_b == SourceB::kOnTheFly) {
-      cpu_gemm::pack_b(b + (p.trans_b ? n0 * p.ldb + k0 : k0 * p.ldb + n0), p.ldb, p.trans_b, depth, n1 - n0, pack, panel_stride);
+      cpu_gemm::pack_b(b + (p.trans_b ? n0 * p.ldb + k0 : k0 * p.ldb + n0), p.ldb, p.trans_b, depth, n1 - n0, pack,
+                       panel_stride);
     } else if constexpr (sizeof(T) == sizeof(float)) {
       b_panels = b + k0 * p.ldb + n0;
       panel_stride = kTileN;
@@ -310,10 +330,14 @@ void pack(const T* b, bool trans, int64_t batch, int64_t k, int64_t n, float* pa
 Status ORTPLUGINS_CPU_NAME(launch_gemm_cpu)(const GemmParams& p, const ExecContext& context) {
   if (p.batch == 0 || p.m == 0 || p.n == 0) return {};
   switch (p.dtype) {
-    case DType::kFloat32: return run<float>(p, context);
-    case DType::kFloat16: return run<Float16>(p, context);
-    case DType::kBFloat16: return run<BFloat16>(p, context);
-    default: return Status::unsupported("a", "no kernel for this element type");
+    case DType::kFloat32:
+      return run<float>(p, context);
+    case DType::kFloat16:
+      return run<Float16>(p, context);
+    case DType::kBFloat16:
+      return run<BFloat16>(p, context);
+    default:
+      return Status::unsupported("a", "no kernel for this element type");
   }
 }
 
@@ -323,15 +347,20 @@ int64_t ORTPLUGINS_CPU_NAME(packed_gemm_b_bytes_cpu)(int64_t batch, int64_t k, i
   return static_cast<int64_t>(2 * sizeof(PackedHeader)) + floats * static_cast<int64_t>(sizeof(float));
 }
 
-void ORTPLUGINS_CPU_NAME(pack_gemm_b_cpu)(const void* b, DType dtype, bool trans, int64_t batch, int64_t k, int64_t n, void* packed) {
+void ORTPLUGINS_CPU_NAME(pack_gemm_b_cpu)(const void* b, DType dtype, bool trans, int64_t batch, int64_t k, int64_t n,
+                                          void* packed) {
   auto* header = const_cast<PackedHeader*>(packed_header(packed));
   header->tile_n = kTileN;
   auto* panels = reinterpret_cast<float*>(header + 1);
   switch (dtype) {
-    case DType::kFloat32: return pack(static_cast<const float*>(b), trans, batch, k, n, panels);
-    case DType::kFloat16: return pack(static_cast<const Float16*>(b), trans, batch, k, n, panels);
-    case DType::kBFloat16: return pack(static_cast<const BFloat16*>(b), trans, batch, k, n, panels);
-    default: return;
+    case DType::kFloat32:
+      return pack(static_cast<const float*>(b), trans, batch, k, n, panels);
+    case DType::kFloat16:
+      return pack(static_cast<const Float16*>(b), trans, batch, k, n, panels);
+    case DType::kBFloat16:
+      return pack(static_cast<const BFloat16*>(b), trans, batch, k, n, panels);
+    default:
+      return;
   }
 }
 

@@ -1,12 +1,12 @@
 // FusedSoftmax on the CPU.
 //
 // Along contiguous columns a row is a run of vectors: its scores (scale * x + mask) and then its exponentials lie in y
-// itself where y is float, else in a buffer in L1. A longer row goes block by block, with a running maximum and sum. Float
-// blocks are rescaled at the end by what the maximum has grown since; of other types x is read again.
+// itself where y is float, else in a buffer in L1. A longer row goes block by block, with a running maximum and sum.
+// Float blocks are rescaled at the end by what the maximum has grown since; of other types x is read again.
 //
 // Along any other axis the lanes of a vector are different rows. With at least kWidth of them side by side (inner), a
-// step is one column of 4 or 1 vectors of rows. With fewer, a step takes as many whole columns as fit into a vector; the
-// lanes of one row are brought together after the last step.
+// step is one column of 4 or 1 vectors of rows. With fewer, a step takes as many whole columns as fit into a vector;
+// the lanes of one row are brought together after the last step.
 #include <cmath>
 #include <cstdint>
 #include <type_traits>
@@ -25,9 +25,9 @@ using simd::kWidth;
 using simd::load_lanes;
 using simd::store_lanes;
 
-constexpr int64_t kBufferCols = 4096;     // 16 KiB: half of the smallest L1
-constexpr int64_t kBlockCols = 2048;      // of a longer row; also the longest single sum
-constexpr int64_t kMaxBlocks = 512;       // of a float row; beyond a million columns blocks are longer
+constexpr int64_t kBufferCols = 4096;  // 16 KiB: half of the smallest L1
+constexpr int64_t kBlockCols = 2048;   // of a longer row; also the longest single sum
+constexpr int64_t kMaxBlocks = 512;    // of a float row; beyond a million columns blocks are longer
 // Short rows go in groups, of at most this many columns together: x and y then stay in L1 between the steps.
 constexpr int64_t kGroupRows = 8, kGroupCols = 1024;
 constexpr int64_t kTaskElements = 16384;  // about 10 us, several times the cost of handing out a task
@@ -59,7 +59,8 @@ float factor_of(float m, float sum) { return m == -kInfinity && sum == 0.0F ? 0.
 // What is subtracted from a shifted score to give its logarithm.
 float log_sum_of(float m, float sum) { return m == -kInfinity && sum == 0.0F ? 0.0F : std::log(sum); }
 
-// --- Rows of contiguous columns ----------------------------------------------------------------------------------------
+// --- Rows of contiguous columns
+// ----------------------------------------------------------------------------------------
 
 template <class T, Mask kMask>
 class ContiguousRows {
@@ -166,7 +167,8 @@ class ContiguousRows {
   // dependent instructions, overlaps with other rows.
   void short_rows(int64_t row, int64_t count) {
     float m[kGroupRows], sum[kGroupRows];
-    for (int64_t i = 0; i < count; ++i) m[i] = scores<!kRecompute>(x_of(row + i), mask_of(row + i), p_.cols, scratch_of(row, i));
+    for (int64_t i = 0; i < count; ++i)
+      m[i] = scores<!kRecompute>(x_of(row + i), mask_of(row + i), p_.cols, scratch_of(row, i));
     for (int64_t i = 0; i < count; ++i) {
       const T* x = x_of(row + i);
       const Element* mask = mask_of(row + i);
@@ -186,7 +188,8 @@ class ContiguousRows {
         });
       } else {
         const Float factor = simd::broadcast(factor_of(m[i], sum[i]));
-        write(y_of(row + i), p_.cols, [&](int64_t c, int64_t lanes) { return load_lanes(scratch + c, lanes) * factor; });
+        write(y_of(row + i), p_.cols,
+              [&](int64_t c, int64_t lanes) { return load_lanes(scratch + c, lanes) * factor; });
       }
     }
   }
@@ -222,7 +225,8 @@ class ContiguousRows {
     } else if constexpr (kInPlace) {
       for (int64_t c = 0; c < p_.cols; c += block) {
         const float then = block_m[c / block];
-        const float growth = then == m || then == -kInfinity ? 1.0F : std::exp(then - m);  // nothing but zeros before -inf
+        const float growth =
+            then == m || then == -kInfinity ? 1.0F : std::exp(then - m);  // nothing but zeros before -inf
         const Float factor = simd::broadcast(factor_of(m, sum) * growth);
         const int64_t n = p_.cols - c < block ? p_.cols - c : block;
         write(y + c, n, [&](int64_t i, int64_t lanes) { return load_lanes(y + c + i, lanes) * factor; });
@@ -240,11 +244,12 @@ class ContiguousRows {
   alignas(64) float buffer_[kInPlace ? 1 : kBufferCols];
 };
 
-// --- Rows side by side ---------------------------------------------------------------------------------------------------
+// --- Rows side by side
+// ---------------------------------------------------------------------------------------------------
 
-// kVectors vectors of lanes that walk together in steps along the axis. Lane i starts at x[i] and advances by `stride`; in
-// the last of the `steps` only `last_lanes` lanes are left. Lanes whose numbers differ by a multiple of `period` belong to
-// one row.
+// kVectors vectors of lanes that walk together in steps along the axis. Lane i starts at x[i] and advances by `stride`;
+// in the last of the `steps` only `last_lanes` lanes are left. Lanes whose numbers differ by a multiple of `period`
+// belong to one row.
 template <class T, Mask kMask, int kVectors>
 class Lanes {
  public:
@@ -284,13 +289,17 @@ class Lanes {
 
     Float last[kVectors];  // log of the sum, or the factor
     for (int v = 0; v < kVectors; ++v) {
-      for (int i = 0; i < kWidth; ++i) last[v][i] = p.log ? log_sum_of(m[v][i], sum[v][i]) : factor_of(m[v][i], sum[v][i]);
+      for (int i = 0; i < kWidth; ++i)
+        last[v][i] = p.log ? log_sum_of(m[v][i], sum[v][i]) : factor_of(m[v][i], sum[v][i]);
     }
     if (p.log) {
-      for_each([&](int64_t step, int v, int64_t n) { store_lanes(y + step * stride + v * kWidth, (score_at(step, v, n) - shift[v]) - last[v], n); });
+      for_each([&](int64_t step, int v, int64_t n) {
+        store_lanes(y + step * stride + v * kWidth, (score_at(step, v, n) - shift[v]) - last[v], n);
+      });
     } else {
       for_each([&](int64_t step, int v, int64_t n) {
-        store_lanes(y + step * stride + v * kWidth, simd::exp_nonpositive(score_at(step, v, n) - shift[v]) * last[v], n);
+        store_lanes(y + step * stride + v * kWidth, simd::exp_nonpositive(score_at(step, v, n) - shift[v]) * last[v],
+                    n);
       });
     }
   }
@@ -303,7 +312,8 @@ class Lanes {
 #pragma GCC unroll 4
       for (int v = 0; v < kVectors; ++v) body(step, v, int64_t{kWidth});
     }
-    for (int64_t step = whole_steps; step < steps; ++step) body(step, 0, step + 1 < steps ? lanes : last_lanes);  // kVectors is 1
+    for (int64_t step = whole_steps; step < steps; ++step)
+      body(step, 0, step + 1 < steps ? lanes : last_lanes);  // kVectors is 1
   }
 
   // Brings the lanes of each row together and gives all of them the result.
@@ -403,7 +413,8 @@ class StridedRows {
     unit.last_lanes = (p_.cols - (unit.steps - 1) * cols_per_step) * p_.inner;
     if constexpr (kMask != Mask::kNone) {
       for (int64_t lane = 0; lane < unit.lanes; ++lane) {
-        unit.mask_offset[lane] = p_.mask_row_offset(slice * p_.inner + lane % p_.inner) + lane / p_.inner * p_.mask_col_stride;
+        unit.mask_offset[lane] =
+            p_.mask_row_offset(slice * p_.inner + lane % p_.inner) + lane / p_.inner * p_.mask_col_stride;
       }
       unit.mask_stride = cols_per_step * p_.mask_col_stride;
     }
@@ -427,7 +438,8 @@ void parallel_ranges(const ExecContext& context, const SoftmaxParams& p, int64_t
 template <class T, Mask kMask>
 Status run(const SoftmaxParams& p, const ExecContext& context) {
   if (p.inner == 1) {
-    parallel_ranges(context, p, p.rows, [&](int64_t begin, int64_t end) { ContiguousRows<T, kMask>(p).run(begin, end); });
+    parallel_ranges(context, p, p.rows,
+                    [&](int64_t begin, int64_t end) { ContiguousRows<T, kMask>(p).run(begin, end); });
   } else {
     const StridedRows<T, kMask> rows(p);
     parallel_ranges(context, p, rows.units(), [&](int64_t begin, int64_t end) { rows.run(begin, end); });
@@ -447,10 +459,14 @@ Status run(const SoftmaxParams& p, const ExecContext& context) {
 Status ORTPLUGINS_CPU_NAME(launch_softmax_cpu)(const SoftmaxParams& p, const ExecContext& context) {
   if (p.rows == 0 || p.cols == 0) return {};
   switch (p.dtype) {
-    case DType::kFloat32: return run<float>(p, context);
-    case DType::kFloat16: return run<Float16>(p, context);
-    case DType::kBFloat16: return run<BFloat16>(p, context);
-    default: return Status::unsupported("x", "no kernel for this element type");
+    case DType::kFloat32:
+      return run<float>(p, context);
+    case DType::kFloat16:
+      return run<Float16>(p, context);
+    case DType::kBFloat16:
+      return run<BFloat16>(p, context);
+    default:
+      return Status::unsupported("x", "no kernel for this element type");
   }
 }
 
