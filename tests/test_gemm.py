@@ -12,6 +12,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+
 from kernel_harness import (
     EPSILON,
     assert_close,
@@ -21,9 +22,8 @@ from kernel_harness import (
     run_variant,
     variant_params,
 )
-from reference import ACTIVATIONS, GemmResult, gemm_reference
-
 from ortplugins import native, ops
+from reference import ACTIVATIONS, GemmResult, gemm_reference
 
 OP = "FusedGemm"
 A, B, BIAS, RESIDUAL = range(4)

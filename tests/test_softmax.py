@@ -11,6 +11,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+
 from kernel_harness import (
     EPSILON,
     assert_close,
@@ -20,9 +21,8 @@ from kernel_harness import (
     run_variant,
     variant_params,
 )
-from reference import SoftmaxResult, softmax_reference
-
 from ortplugins import native, ops
+from reference import SoftmaxResult, softmax_reference
 
 OP = "FusedSoftmax"
 X, MASK = range(2)
@@ -381,7 +381,7 @@ def test_bound_rejects_wrong_results(name: str, wrong_attrs: dict[str, Any], wro
 
 def test_bound_rejects_lost_precision() -> None:
     """An exponential with the accuracy of bfloat16, and a row that is not quite normalised."""
-    inputs, expected, bound = solved("cols_128", "float32")
+    _inputs, expected, bound = solved("cols_128", "float32")
     for wrong in (
         expected.y.astype(ml_dtypes.bfloat16),
         expected.y * (1 + 2.0**-18),
