@@ -12,7 +12,7 @@
 set -uo pipefail
 cd "$(dirname "$0")/.."
 root=$PWD
-: "${KIT:=$root/.gpu}" "${OUT:=$root/build/gpu_check}" "${BUILD:=/tmp/ortplugins-build}" "${PYTHON:=python3}" "${JOBS:=$(nproc)}"
+: "${KIT:=$root/.gpu}" "${OUT:=$root/build/gpu_check}" "${BUILD:=/tmp/ortplugins-build}" "${PYTHON:=python3}" "${JOBS:=$(nproc)}" "${TEST_JOBS:=8}"
 site=/tmp/ortplugins-site
 mkdir -p "$OUT" "$BUILD"
 
@@ -58,8 +58,8 @@ stages=("$@")
 for s in "${stages[@]}"; do
   case $s in
     build) stage build configure_and_build || exit 1 ;;
-    test) stage test "$PYTHON" -m pytest -q --maxfail=60 -n 8 -m gpu -p no:cacheprovider tests/test_softmax.py tests/test_gemm.py tests/test_attention.py tests/test_layer_norm.py ;;
-    ort) stage ort "$PYTHON" -m pytest -q --maxfail=40 -m gpu -p no:cacheprovider tests --ignore tests/test_softmax.py --ignore tests/test_gemm.py --ignore tests/test_attention.py --ignore tests/test_layer_norm.py ;;
+    test) stage test "$PYTHON" -m pytest -q --maxfail=60 -n "$TEST_JOBS" -m gpu -p no:cacheprovider tests/test_softmax.py tests/test_gemm.py tests/test_attention.py tests/test_layer_norm.py ;;
+    ort) stage ort "$PYTHON" -m pytest -q --maxfail=40 -n "$TEST_JOBS" -m gpu -p no:cacheprovider tests --ignore tests/test_softmax.py --ignore tests/test_gemm.py --ignore tests/test_attention.py --ignore tests/test_layer_norm.py ;;
     sanitize)
       for tool in memcheck racecheck; do
         stage "sanitize-$tool" compute-sanitizer --tool "$tool" --error-exitcode 9 --target-processes all \
