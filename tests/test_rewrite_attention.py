@@ -848,7 +848,7 @@ def test_kinds_and_precision() -> None:
     skipped = rewrite(model, skip=["attention"], precision={"FusedGemm": "tf32"})
     assert {s.reason for s in sites(skipped, "attention")} == {"the rule is switched off"}
     assert {n["precision"] for n in fused(skipped.model, "FusedGemm")} == {"tf32"}
-    with pytest.raises(ValueError, match="expected one of attention, linear, softmax"):
+    with pytest.raises(ValueError, match="expected one of attention, linear, layer_norm, softmax"):
         rewrite(model, only="attentoin")
     with pytest.raises(ValueError, match="expected one of ieee"):
         rewrite(model, precision="tf33")

@@ -91,7 +91,7 @@ def rewrite(
     precision: str | None,
     every: bool,
 ) -> None:
-    """Replace attention, softmax and linear chains in IN.onnx by fused ops and write OUT.onnx.
+    """Replace attention, linear chains, norms and softmax in IN.onnx by fused ops and write OUT.onnx.
 
     The table counts the sites and gives the reason for each that was skipped; the report lists every one. OUT.onnx
     appears only when it is complete, and may be IN.onnx. Large weights go to OUT.onnx.data beside it.

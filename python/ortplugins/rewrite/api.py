@@ -49,13 +49,13 @@ def rewrite(
     precision: str | Mapping[str, str] | None = None,
     progress: Progress | None = None,
 ) -> RewriteResult:
-    """Replaces attention, linear chains and Softmax by the operators of the domain ``ortplugins``.
+    """Replaces attention, linear chains, norms and Softmax by the operators of the domain ``ortplugins``.
 
     Args:
         model_or_path: The model, which is not changed, or the file that holds it.
         output: File to write. It is replaced only when the new one is complete. Weights go to ``<output>.data`` beside
             it when the source keeps them in external files or the model is larger than a protobuf can be.
-        only: Kinds of site to rewrite: ``attention``, ``linear``, ``softmax``. All when absent.
+        only: Kinds of site to rewrite: ``attention``, ``linear``, ``layer_norm``, ``softmax``. All when absent.
         skip: Kinds of site to leave alone.
         keep: Names of nodes that must not be replaced; a site that has one is skipped.
         precision: Arithmetic of float32 products on CUDA, ``ieee`` (the default), ``tf32x3`` or ``tf32``; for all

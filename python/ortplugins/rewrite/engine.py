@@ -11,13 +11,15 @@ from .facts import Facts, Shape, op_of
 from .report import Refused, Report, Site
 from .rules import Match, Options, Rule
 from .rules.attention import AttentionRule
+from .rules.layer_norm import LayerNormRule
 from .rules.linear import LinearRule
 from .rules.softmax import SoftmaxRule
 from .sizes import Sizes
 from .tape import Names, Tape
 
-RULES: tuple[Rule, ...] = (AttentionRule(), LinearRule(), SoftmaxRule())
-"""In the order in which they are tried: attention takes in a Softmax that would otherwise be a site of its own."""
+RULES: tuple[Rule, ...] = (AttentionRule(), LinearRule(), LayerNormRule(), SoftmaxRule())
+"""In the order in which they are tried: attention takes in a Softmax that would otherwise be a site of its own, and a
+product takes in a residual that a norm behind it would otherwise add."""
 
 Progress = Callable[[int, int], None]
 

@@ -433,7 +433,8 @@ def _constant(facts: Facts, node: ir.Node) -> _Result | None:
     "com.microsoft::Gelu",
     "com.microsoft::QuickGelu",
     "com.microsoft::BiasGelu",
-    "com.microsoft::SkipLayerNormalization",
+    "SimplifiedLayerNormalization",
+    "com.microsoft::SimplifiedLayerNormalization",
     "com.microsoft::RotaryEmbedding",
 )
 def _same(facts: Facts, node: ir.Node) -> _Result:
@@ -1146,6 +1147,18 @@ def _fused_gemm(facts: Facts, node: ir.Node) -> _Result:
     m = a[-1] if attr(node, "transA", 0) else a[-2]
     n = b[-2] if attr(node, "transB", 0) else b[-1]
     return _one((*broadcast(a[:-2], b[:-2]), m, n), facts.dtype(node.inputs[0]))
+
+
+@_handles("ortplugins::FusedLayerNorm")
+def _fused_layer_norm(facts: Facts, node: ir.Node) -> _Result:
+    shape, dtype = facts.shape(node.inputs[0]), facts.dtype(node.inputs[0])
+    return _Result([shape] * len(node.outputs), [dtype] * len(node.outputs))
+
+
+@_handles("com.microsoft::SkipLayerNormalization", "com.microsoft::SkipSimplifiedLayerNormalization")
+def _skip_layer_norm(facts: Facts, node: ir.Node) -> _Result:
+    shape, dtype = facts.shape(node.inputs[0]), facts.dtype(node.inputs[0])
+    return _Result([shape, None, None, shape], [dtype, None, None, dtype])
 
 
 @_handles("ortplugins::FusedAttention")

@@ -115,19 +115,25 @@ class Tape:
         self.memorised[key] = make()
         return self.memorised[key]
 
-    def folded(self, value: ir.Value, function: Callable[[np.ndarray], np.ndarray]) -> ir.Value:
-        """A constant computed from a constant. The work is done when the model is written, not before."""
+    def folded(
+        self, value: ir.Value, function: Callable[[np.ndarray], np.ndarray], dtype: ir.DataType | None = None
+    ) -> ir.Value:
+        """A constant computed from a constant, in another type if one is given.
+
+        The work is done when the model is written, not before.
+        """
         tensor = tensor_of(value)
         assert tensor is not None
+        kind = tensor.dtype if dtype is None else dtype
         shape = function(np.broadcast_to(np.zeros((), np.int8), tuple(tensor.shape))).shape
         name = self._names.free(f"{value.name}/{self._base}")
         lazy = ir.LazyTensor(
-            lambda: ir.tensor(np.ascontiguousarray(function(tensor.numpy())), dtype=tensor.dtype),
-            dtype=tensor.dtype,
+            lambda: ir.tensor(np.ascontiguousarray(function(tensor.numpy())).astype(kind.numpy()), dtype=kind),
+            dtype=kind,
             shape=ir.Shape(shape),
             name=name,
         )
-        out = ir.Value(name=name, shape=ir.Shape(shape), type=ir.TensorType(tensor.dtype), const_value=lazy)
+        out = ir.Value(name=name, shape=ir.Shape(shape), type=ir.TensorType(kind), const_value=lazy)
         self.initializers.append(out)
         return out
 
