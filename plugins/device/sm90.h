@@ -203,6 +203,9 @@ struct Tf32 {};  // element of m64nNk8 products: float in memory, 13 bits ignore
 #define ORTPLUGINS_REGS_64 ORTPLUGINS_REGS_32 \
   ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, " \
   "%51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+#define ORTPLUGINS_REGS_96 ORTPLUGINS_REGS_64 \
+  ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, %80, %81, %82, %83, " \
+  "%84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
 #define ORTPLUGINS_REGS_128 ORTPLUGINS_REGS_64 \
   ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, %80, %81, %82, " \
   "%83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, %96, %97, %98, %99, %100, %101, " \
@@ -212,6 +215,7 @@ struct Tf32 {};  // element of m64nNk8 products: float in memory, 13 bits ignore
 #define ORTPLUGINS_ACC_16(d, i) ORTPLUGINS_ACC_4(d, i), ORTPLUGINS_ACC_4(d, i + 4), ORTPLUGINS_ACC_4(d, i + 8), ORTPLUGINS_ACC_4(d, i + 12)
 #define ORTPLUGINS_ACC_32(d, i) ORTPLUGINS_ACC_16(d, i), ORTPLUGINS_ACC_16(d, i + 16)
 #define ORTPLUGINS_ACC_64(d, i) ORTPLUGINS_ACC_32(d, i), ORTPLUGINS_ACC_32(d, i + 32)
+#define ORTPLUGINS_ACC_96(d, i) ORTPLUGINS_ACC_64(d, i), ORTPLUGINS_ACC_32(d, i + 64)
 #define ORTPLUGINS_ACC_128(d, i) ORTPLUGINS_ACC_64(d, i), ORTPLUGINS_ACC_64(d, i + 64)
 
 // count: kN / 2 accumulators; a, b, p: their operand numbers.
@@ -244,6 +248,8 @@ ORTPLUGINS_WGMMA_TF32(64, 32, 32, 33, 34)
 ORTPLUGINS_WGMMA_HALF(__half, "f16", 128, 64, 64, 65, 66, 67, 68)
 ORTPLUGINS_WGMMA_HALF(__nv_bfloat16, "bf16", 128, 64, 64, 65, 66, 67, 68)
 ORTPLUGINS_WGMMA_TF32(128, 64, 64, 65, 66)
+ORTPLUGINS_WGMMA_HALF(__half, "f16", 192, 96, 96, 97, 98, 99, 100)
+ORTPLUGINS_WGMMA_HALF(__nv_bfloat16, "bf16", 192, 96, 96, 97, 98, 99, 100)
 ORTPLUGINS_WGMMA_HALF(__half, "f16", 256, 128, 128, 129, 130, 131, 132)
 ORTPLUGINS_WGMMA_HALF(__nv_bfloat16, "bf16", 256, 128, 128, 129, 130, 131, 132)
 ORTPLUGINS_WGMMA_TF32(256, 128, 128, 129, 130)

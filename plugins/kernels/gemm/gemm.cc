@@ -120,10 +120,27 @@ bool supports_wgmma(const GemmParams& p, const DeviceInfo& device) {
 bool supports_scaled_tf32x3(const GemmParams& p, const DeviceInfo& device) { return device.sm == 90 && supports_tf32x3(p, device) && fits_tma(p); }
 bool supports_scaled_tf32(const GemmParams& p, const DeviceInfo& device) { return device.sm == 90 && supports_tf32(p, device) && fits_tma(p); }
 
-// 128 x 256 reads least from L2 and is first wherever it has a tile for each multiprocessor. On one H200, float16, against
-// 128 x 128: 4096 x 4096 x 4096 190 us and 230 us, 16384 x 3072 x 768 with gelu 188 us and 212 us, 4096 x 768 x 768 both
-// 18 us; but 1024 x 2304 x 768 16 us and 15 us, 1024 x 768 x 3072 38 us and 21 us, which splits k.
-bool suits_wide(const GemmParams& p, const DeviceInfo& device) { return 2 * tiles(p, 256, 256) >= device.sm_count; }
+// Rows of b that are read in 16-byte pieces, once, with all rows of a at hand; float32 b only as it is multiplied.
+bool supports_skinny(const GemmParams& p, const DeviceInfo& device) {
+  const int64_t pack = 16 / static_cast<int64_t>(size_of(p.dtype));
+  const auto aligned = [pack](const void* x, int64_t ld) { return reinterpret_cast<uintptr_t>(x) % 16 == 0 && ld % pack == 0; };
+  return device.sm == 90 && p.m <= 16 && p.k > 0 && p.batch == 1 && p.batch_rank == 0 && !p.trans_a && p.n < (int64_t{1} << 31) &&
+         !(p.trans_b && p.dtype == DType::kFloat32) && aligned(p.a, p.lda) && aligned(p.b, p.ldb);
+}
+
+// Cycles of a wide tile: a step of k takes 4 for each column, 3 % more where the tile is narrower and reads L2 more often;
+// the epilogue about 12 for each column. Pairs of multiprocessors work on pairs of tiles, round by round.
+double wide_cycles(const GemmParams& p, const DeviceInfo& device, int64_t block_n) {
+  const int64_t pairs = tiles(p, 256, block_n), at_once = device.sm_count / 2;
+  const double step = 4.0 * static_cast<double>(block_n) * (block_n < 256 ? 1.03 : 1.0);
+  return static_cast<double>((pairs + at_once - 1) / at_once) * (static_cast<double>((p.k + 63) / 64) * step + 12.0 * static_cast<double>(block_n));
+}
+// Wide tiles, while half of the multiprocessors or more have one; else 128 x 128, which also splits k. H200, float16, us:
+// 1024 x 2304 x 768 14 and 15, 1024 x 768 x 768 15 and 12, 1024 x 768 x 3072 38 and 21, 4096 x 4096 x 4096 190 and 230.
+bool suits_256(const GemmParams& p, const DeviceInfo& device) {
+  return 4 * tiles(p, 256, 256) >= device.sm_count && wide_cycles(p, device, 256) <= wide_cycles(p, device, 192);
+}
+bool suits_192(const GemmParams& p, const DeviceInfo& device) { return 4 * tiles(p, 256, 192) >= device.sm_count; }
 // Five launches and the scaling of both operands, against mma.sync at a quarter of the rate: 128 x 768 x 768 31 us and 98 us,
 // 4096 x 4096 x 4096 715 us and 3904 us.
 bool suits_scaled(const GemmParams& p, const DeviceInfo&) {
@@ -133,7 +150,9 @@ bool suits_scaled(const GemmParams& p, const DeviceInfo&) {
 
 constexpr Variant<GemmParams> kGemmVariants[] = {
 #if ORTPLUGINS_WITH_SM90A
-    {109, "sm90a_wgmma_128x256x64_s4", DeviceKind::kCuda, supports_wgmma, launch_gemm_sm90a_128x256, nullptr, suits_wide},
+    {112, "sm90a_skinny_16x64", DeviceKind::kCuda, supports_skinny, launch_gemm_sm90a_skinny},
+    {109, "sm90a_wgmma_128x256x64_s4", DeviceKind::kCuda, supports_wgmma, launch_gemm_sm90a_128x256, nullptr, suits_256},
+    {111, "sm90a_wgmma_128x192x64_s4", DeviceKind::kCuda, supports_wgmma, launch_gemm_sm90a_128x192, nullptr, suits_192},
     {108, "sm90a_wgmma_128x128x64_s3", DeviceKind::kCuda, supports_wgmma, launch_gemm_sm90a_128x128},
     {107, "sm90a_fp16x3_128x128x64_s3", DeviceKind::kCuda, supports_scaled_tf32x3, launch_gemm_sm90a_fp16x3, gemm_sm90a_fp16x3_workspace_bytes, suits_scaled},
     {106, "sm90a_fp16_128x256x64_s4", DeviceKind::kCuda, supports_scaled_tf32, launch_gemm_sm90a_fp16, gemm_sm90a_fp16_workspace_bytes, suits_scaled},
@@ -143,6 +162,7 @@ constexpr Variant<GemmParams> kGemmVariants[] = {
     {104, "sm80_tf32_128x128x16_s4", DeviceKind::kCuda, supports_tf32, launch_gemm_sm80_tf32},
     {103, "sm80_tf32x3_128x128x16_s4", DeviceKind::kCuda, supports_tf32x3, launch_gemm_sm80_tf32x3},
     {102, "simt_128x128x8_s4", DeviceKind::kCuda, supports_float, launch_gemm_simt_128x128},
+    {110, "simt_256x128x8_s4", DeviceKind::kCuda, supports_float, launch_gemm_simt_256x128},
     {101, "simt_64x64x16", DeviceKind::kCuda, supports_cuda, launch_gemm_simt_64x64},
 #endif
     {3, "cpu_avx512", DeviceKind::kCpu, supports_avx512, launch_gemm_cpu_avx512},

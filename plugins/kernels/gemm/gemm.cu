@@ -1,7 +1,7 @@
 // Gemm in plain float32 arithmetic (FFMA).
 //
-// simt_128x128x8_s4: a block of 256 threads computes 128 x 128 of y, a thread 8 x 8 as four quads of 4 x 4. Both operands
-// lie in shared memory as (k, m) and (k, n), so that a thread's fragments are float4; an operand that is stored along k
+// simt_256x128x8_s4, simt_128x128x8_s4: a block of 256 threads computes 256 x 128 or 128 x 128 of y, a thread 16 x 8 or 8 x 8
+// in quads of 4 x 4: of the larger tile shared memory is read less, of the smaller there are more. Both operands lie in shared memory as (k, m) and (k, n), so that a thread's fragments are float4; an operand that is stored along k
 // is transposed on the way by 4-byte cp.async, one that is stored along m or n comes in 16-byte pieces.
 // simt_64x64x16: 64 x 64 with 4 x 4 a thread, any type and layout; elements pass through registers and become float.
 #include "device/cp_async.h"
@@ -11,22 +11,28 @@
 namespace ortplugins {
 namespace {
 
+template <int kBlockMValue>
 struct SimtConfig {
-  static constexpr int kBlockM = 128, kBlockN = 128, kBlockK = 8;
+  static constexpr int kBlockM = kBlockMValue, kBlockN = 128, kBlockK = 8;
   static constexpr int kStages = 4;
   static constexpr int kThreads = 256;
-  // A row of 128 floats and 4 of padding: 8 lanes along k and 4 along m that transpose write to 32 different banks, and
-  // rows stay 16-byte aligned for float4.
-  static constexpr int kRow = 128 + 4;
-  static constexpr int kOperandBytes = kBlockK * kRow * 4;
-  static constexpr int kStageBytes = 2 * kOperandBytes;
+  static constexpr int kBlocks = kBlockM == 128 ? 2 : 1;  // on a multiprocessor
+  // Warps stand 2 x 4, and a thread's quads are 32 rows and 16 columns apart.
+  static constexpr int kWarpM = kBlockM / 2, kQuadsM = kWarpM / 32, kQuadsN = 2;
+  // A row of shared memory: the elements of one k, and 4 of padding. 8 lanes along k and 4 along m that transpose write to
+  // 32 different banks, and rows stay 16-byte aligned for float4.
+  static constexpr int kBytesA = kBlockK * (kBlockM + 4) * 4, kBytesB = kBlockK * (kBlockN + 4) * 4;
+  static constexpr int kStageBytes = kBytesA + kBytesB;
   using TileC = EpilogueTile<kBlockM, kBlockN, kThreads>;
   static constexpr int kSmemBytes = kStages * kStageBytes > TileC::kBytes ? kStages * kStageBytes : TileC::kBytes;
 };
 
-// Brings kBlockK x 128 of an operand to shared memory as (k, m).
-template <bool kAlongK>
-class SimtCopy : SimtConfig {
+// Brings 8 x kMajor of an operand to shared memory as (k, m), 256 threads together.
+template <int kMajor, bool kAlongK>
+class SimtCopy {
+  static constexpr int kBlockK = 8, kRow = kMajor + 4;
+  static constexpr int kCopies = kAlongK ? kMajor / 32 : kMajor / 128;
+
  public:
   // `base` is the first element of the block's rows, `major` how many rows of m or n there are from it.
   __device__ __forceinline__ SimtCopy(const float* base, int64_t ld, int64_t major, int64_t k) : left_(k) {
@@ -39,8 +45,8 @@ class SimtCopy : SimtConfig {
       step_ = 32 * ld;
       advance_ = kBlockK;
       const int64_t rest = major - row;
-      count_ = rest <= 0 ? 0 : rest < 128 ? static_cast<int>((rest + 31) / 32) : 4;
-    } else {  // one 16-byte chunk: a warp reads a row
+      count_ = rest <= 0 ? 0 : rest < kMajor ? static_cast<int>((rest + 31) / 32) : kCopies;
+    } else {  // 16-byte chunks, 128 elements apart: a warp reads a row
       k_idx_ = thread_idx / 32;
       const int col = thread_idx % 32 * 4;
       source_ = base + k_idx_ * ld + col;
@@ -48,17 +54,20 @@ class SimtCopy : SimtConfig {
       step_ = row_alignment(base, ld);
       advance_ = kBlockK * ld;
       const int64_t rest = major - col;
-      count_ = rest <= 0 ? 0 : rest < 4 ? static_cast<int>(rest) : 4;
+      count_ = rest <= 0 ? 0 : rest < kMajor ? static_cast<int>(rest) : kMajor;
     }
   }
 
   __device__ __forceinline__ void copy_and_advance(uint32_t smem) {
     const bool k_exists = k_idx_ < left_;
-    if (kAlongK) {
 #pragma unroll
-      for (int i = 0; i < 4; ++i) cp_async_4(smem + target_ + 128 * i, source_ + i * step_, k_exists && i < count_ ? 4 : 0);
-    } else {
-      copy_chunk(smem + target_, source_, k_exists ? 4 * count_ : 0, static_cast<int>(step_));
+    for (int i = 0; i < kCopies; ++i) {
+      if (kAlongK) {
+        cp_async_4(smem + target_ + 128 * i, source_ + i * step_, k_exists && i < count_ ? 4 : 0);
+      } else {
+        const int rest = count_ - 128 * i;
+        copy_chunk(smem + target_ + 512 * i, source_ + 128 * i, !k_exists || rest <= 0 ? 0 : rest < 4 ? 4 * rest : 16, static_cast<int>(step_));
+      }
     }
     source_ += advance_;
     left_ -= kBlockK;
@@ -69,18 +78,20 @@ class SimtCopy : SimtConfig {
   int64_t step_;  // between this thread's rows; of the other layout the alignment
   int64_t advance_, left_;
   int k_idx_, target_;
-  int count_;  // rows, or elements of the chunk, that exist
+  int count_;  // rows, or elements from the first chunk on, that exist
 };
 
-template <bool kTransA, bool kTransB>
-__global__ void __launch_bounds__(SimtConfig::kThreads, 2) gemm_simt_128x128_kernel(const __grid_constant__ GemmParams p) {
-  using C = SimtConfig;
+template <int kBlockM, bool kTransA, bool kTransB>
+__global__ void __launch_bounds__(SimtConfig<kBlockM>::kThreads, SimtConfig<kBlockM>::kBlocks) gemm_simt_kernel(const __grid_constant__ GemmParams p) {
+  using C = SimtConfig<kBlockM>;
+  constexpr int kRowA = C::kBlockM + 4, kRowB = C::kBlockN + 4;
+  constexpr int kThreadM = 4 * C::kQuadsM, kThreadN = 4 * C::kQuadsN;
   extern __shared__ __align__(128) char smem_generic[];
   const uint32_t smem = smem_address(smem_generic);
   const int lane_idx = static_cast<int>(threadIdx.x) % 32, warp_idx = static_cast<int>(threadIdx.x) / 32;
-  // Warps stand 2 x 4 and own 64 x 32, lanes 8 x 4: rows m, m + 32 and columns n, n + 16, four of each. Neighbouring lanes
-  // are interleaved over m and n so that the float4 reads of eight lanes touch few different words.
-  const int thread_m = warp_idx / 4 * 64 + (lane_idx >> 1 & 7) * 4;
+  // Lanes stand 8 x 4; neighbouring lanes are interleaved over m and n so that the float4 reads of eight lanes touch few
+  // different words.
+  const int thread_m = warp_idx / 4 * C::kWarpM + (lane_idx >> 1 & 7) * 4;
   const int thread_n = warp_idx % 4 * 32 + ((lane_idx & 1) | (lane_idx >> 3 & 2)) * 4;
   const int64_t tiles_m = (p.m + C::kBlockM - 1) / C::kBlockM, tiles_n = (p.n + C::kBlockN - 1) / C::kBlockN;
   const int64_t k_tiles = (p.k + C::kBlockK - 1) / C::kBlockK;
@@ -88,48 +99,52 @@ __global__ void __launch_bounds__(SimtConfig::kThreads, 2) gemm_simt_128x128_ker
   const int64_t batch_idx = gemm_batch_index();
   if (batch_idx >= p.batch) return;
   const GemmOperands<float> operands(p, batch_idx);
-  const TileIndex tile = grouped_tile<int64_t>(blockIdx.x, tiles_m, tiles_n);
+  const TileIndex tile = grouped_tile(blockIdx.x, static_cast<unsigned>(tiles_m), static_cast<unsigned>(tiles_n));
   const int64_t first_m = tile.m * C::kBlockM, first_n = tile.n * C::kBlockN;
 
   // Prologue: fill all stages but one.
-  SimtCopy<!kTransA> copy_a(operands.a + (kTransA ? first_m : first_m * p.lda), p.lda, p.m - first_m, p.k);
-  SimtCopy<kTransB> copy_b(operands.b + (kTransB ? first_n * p.ldb : first_n), p.ldb, p.n - first_n, p.k);
+  SimtCopy<C::kBlockM, !kTransA> copy_a(operands.a + (kTransA ? first_m : first_m * p.lda), p.lda, p.m - first_m, p.k);
+  SimtCopy<C::kBlockN, kTransB> copy_b(operands.b + (kTransB ? first_n * p.ldb : first_n), p.ldb, p.n - first_n, p.k);
   for (int stage = 0; stage < C::kStages - 1; ++stage) {
     if (stage < k_tiles) {
       copy_a.copy_and_advance(smem + stage * C::kStageBytes);
-      copy_b.copy_and_advance(smem + stage * C::kStageBytes + C::kOperandBytes);
+      copy_b.copy_and_advance(smem + stage * C::kStageBytes + C::kBytesA);
     }
     cp_async_commit();
   }
 
   // Mainloop. Empty groups keep the count where there is no tile left to copy.
-  float acc[8][8] = {};
+  float acc[kThreadM][kThreadN] = {};
   int stage = 0, free_stage = C::kStages - 1;
   for (int64_t k_tile = 0; k_tile < k_tiles; ++k_tile) {
     cp_async_wait<C::kStages - 2>();
     __syncthreads();  // the tile has arrived for all threads, and all are done with the stage that is filled next
     if (k_tile + C::kStages - 1 < k_tiles) {
       copy_a.copy_and_advance(smem + free_stage * C::kStageBytes);
-      copy_b.copy_and_advance(smem + free_stage * C::kStageBytes + C::kOperandBytes);
+      copy_b.copy_and_advance(smem + free_stage * C::kStageBytes + C::kBytesA);
     }
     cp_async_commit();
     const auto* sA = reinterpret_cast<const float*>(smem_generic + stage * C::kStageBytes);
-    const auto* sB = reinterpret_cast<const float*>(smem_generic + stage * C::kStageBytes + C::kOperandBytes);
-    float rA[2][8], rB[2][8];  // double-buffered over k
+    const auto* sB = reinterpret_cast<const float*>(smem_generic + stage * C::kStageBytes + C::kBytesA);
+    float rA[2][kThreadM], rB[2][kThreadN];  // double-buffered over k
     const auto load = [&](int buffer, int k) {
-      *reinterpret_cast<float4*>(&rA[buffer][0]) = *reinterpret_cast<const float4*>(sA + k * C::kRow + thread_m);
-      *reinterpret_cast<float4*>(&rA[buffer][4]) = *reinterpret_cast<const float4*>(sA + k * C::kRow + thread_m + 32);
-      *reinterpret_cast<float4*>(&rB[buffer][0]) = *reinterpret_cast<const float4*>(sB + k * C::kRow + thread_n);
-      *reinterpret_cast<float4*>(&rB[buffer][4]) = *reinterpret_cast<const float4*>(sB + k * C::kRow + thread_n + 16);
+#pragma unroll
+      for (int quad = 0; quad < C::kQuadsM; ++quad) {
+        *reinterpret_cast<float4*>(&rA[buffer][4 * quad]) = *reinterpret_cast<const float4*>(sA + k * kRowA + thread_m + 32 * quad);
+      }
+#pragma unroll
+      for (int quad = 0; quad < C::kQuadsN; ++quad) {
+        *reinterpret_cast<float4*>(&rB[buffer][4 * quad]) = *reinterpret_cast<const float4*>(sB + k * kRowB + thread_n + 16 * quad);
+      }
     };
     load(0, 0);
 #pragma unroll
     for (int k = 0; k < C::kBlockK; ++k) {
       if (k + 1 < C::kBlockK) load((k + 1) & 1, k + 1);
 #pragma unroll
-      for (int i = 0; i < 8; ++i) {
+      for (int i = 0; i < kThreadM; ++i) {
 #pragma unroll
-        for (int j = 0; j < 8; ++j) acc[i][j] = fmaf(rA[k & 1][i], rB[k & 1][j], acc[i][j]);
+        for (int j = 0; j < kThreadN; ++j) acc[i][j] = fmaf(rA[k & 1][i], rB[k & 1][j], acc[i][j]);
       }
     }
     free_stage = stage;
@@ -140,10 +155,10 @@ __global__ void __launch_bounds__(SimtConfig::kThreads, 2) gemm_simt_128x128_ker
   cp_async_wait<0>();
   __syncthreads();
 #pragma unroll
-  for (int i = 0; i < 8; ++i) {
+  for (int i = 0; i < kThreadM; ++i) {
     const int row = thread_m + i / 4 * 32 + i % 4;
-    C::TileC::put(smem_generic, row, thread_n, make_float4(acc[i][0], acc[i][1], acc[i][2], acc[i][3]));
-    C::TileC::put(smem_generic, row, thread_n + 16, make_float4(acc[i][4], acc[i][5], acc[i][6], acc[i][7]));
+#pragma unroll
+    for (int j = 0; j < kThreadN; j += 4) C::TileC::put(smem_generic, row, thread_n + 4 * j, make_float4(acc[i][j], acc[i][j + 1], acc[i][j + 2], acc[i][j + 3]));
   }
   __syncthreads();
   C::TileC::store(smem_generic, operands.epilogue, first_m, first_n);
@@ -207,7 +222,7 @@ __global__ void __launch_bounds__(SmallSimtConfig::kThreads, 2) gemm_simt_64x64_
   const int64_t batch_idx = gemm_batch_index();
   if (batch_idx >= p.batch) return;
   const GemmOperands<T> operands(p, batch_idx);
-  const TileIndex tile = grouped_tile<int64_t>(blockIdx.x, tiles_m, tiles_n);
+  const TileIndex tile = grouped_tile(blockIdx.x, static_cast<unsigned>(tiles_m), static_cast<unsigned>(tiles_n));
   const int64_t first_m = tile.m * C::kBlock, first_n = tile.n * C::kBlock;
   SmallSimtCopy<T> copy_a(operands.a + first_m * a_stride_m, a_stride_m, a_stride_k, p.m - first_m, p.k);
   SmallSimtCopy<T> copy_b(operands.b + first_n * b_stride_n, b_stride_n, b_stride_k, p.n - first_n, p.k);
@@ -223,7 +238,7 @@ __global__ void __launch_bounds__(SmallSimtConfig::kThreads, 2) gemm_simt_64x64_
     __syncthreads();
     copy_a.load_and_advance();
     copy_b.load_and_advance();
-#pragma unroll
+#pragma unroll 8
     for (int k = 0; k < C::kBlockK; ++k) {
       const float4 a = *reinterpret_cast<const float4*>(sA + k * C::kRow + thread_m);
       const float4 b = *reinterpret_cast<const float4*>(sB + k * C::kRow + thread_n);
@@ -243,22 +258,22 @@ __global__ void __launch_bounds__(SmallSimtConfig::kThreads, 2) gemm_simt_64x64_
   C::TileC::store(tile_c, operands.epilogue, first_m, first_n);
 }
 
-template <bool kTransA, bool kTransB>
-Status launch_128x128(const GemmParams& p, const ExecContext& context) {
-  using C = SimtConfig;
-  static SmemLimit limit;
-  const auto kernel = gemm_simt_128x128_kernel<kTransA, kTransB>;
-  ORTPLUGINS_RETURN_IF_ERROR(limit.raise(kernel, *context.device, C::kSmemBytes));
-  return launch("gemm_simt_128x128", kernel, gemm_grid(p, C::kBlockM, C::kBlockN), C::kThreads, C::kSmemBytes, context, p);
+template <int kBlockM>
+Status launch_simt(const char* what, const GemmParams& p, const ExecContext& context) {
+  if (is_empty(p)) return {};
+  return dispatch_layout(p, [&](auto trans_a, auto trans_b) {
+    using C = SimtConfig<kBlockM>;
+    static SmemLimit limit;
+    const auto kernel = gemm_simt_kernel<kBlockM, decltype(trans_a)::value, decltype(trans_b)::value>;
+    ORTPLUGINS_RETURN_IF_ERROR(limit.raise(kernel, *context.device, C::kSmemBytes));
+    return launch(what, kernel, gemm_grid(p, C::kBlockM, C::kBlockN), C::kThreads, C::kSmemBytes, context, p);
+  });
 }
 
 }  // namespace
 
-Status launch_gemm_simt_128x128(const GemmParams& p, const ExecContext& context) {
-  if (is_empty(p)) return {};
-  if (p.trans_a) return p.trans_b ? launch_128x128<true, true>(p, context) : launch_128x128<true, false>(p, context);
-  return p.trans_b ? launch_128x128<false, true>(p, context) : launch_128x128<false, false>(p, context);
-}
+Status launch_gemm_simt_256x128(const GemmParams& p, const ExecContext& context) { return launch_simt<256>("gemm_simt_256x128", p, context); }
+Status launch_gemm_simt_128x128(const GemmParams& p, const ExecContext& context) { return launch_simt<128>("gemm_simt_128x128", p, context); }
 
 Status launch_gemm_simt_64x64(const GemmParams& p, const ExecContext& context) {
   if (is_empty(p)) return {};

@@ -174,7 +174,7 @@ struct MmaGemm : MmaConfig {
     const int64_t batch_idx = gemm_batch_index();
     if (batch_idx >= p.batch) return;
     const GemmOperands<T> operands(p, batch_idx);
-    const TileIndex tile = grouped_tile<int64_t>(blockIdx.x, tiles_m, tiles_n);
+    const TileIndex tile = grouped_tile(blockIdx.x, static_cast<unsigned>(tiles_m), static_cast<unsigned>(tiles_n));
     const int64_t first_m = tile.m * kBlockM, first_n = tile.n * kBlockN;
     if constexpr (kMath != MmaMath::kHalf) {
       static_assert(kBlockM == kGuardStrip && kBlockN == kGuardStrip, "the guard judges whole tiles");

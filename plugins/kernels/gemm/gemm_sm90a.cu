@@ -4,7 +4,7 @@
 // (consumers). Operand tiles, 64 deep along k, pass through kStages stages of shared memory in the
 // 128-byte swizzle, laid out as they are stored: wgmma takes 16-bit operands along k and across it.
 //
-// WideGemm: 128 x 256, for products that fill the GPU. Persistent; two blocks of a cluster work on tiles above each other,
+// WideGemm: 128 x 256 or 128 x 192, for products that fill the GPU. Persistent; two blocks of a cluster work on tiles above each other,
 //   and each brings half of their common tile of b for both.
 // SplitGemm: 128 x 128, two blocks on a multiprocessor, of which one multiplies while the other is in its epilogue. The
 //   blocks of a cluster share one tile and split k; each then adds up and finishes its part of the rows from the shared
@@ -105,10 +105,13 @@ __device__ __forceinline__ void load_a(uint32_t stage, const WgmmaArgs& args, ui
   }
 }
 
-// Part `slice` of kSlices of the tile of b; with more than one, to all blocks of the cluster.
+// Part `slice` of kSlices of the tile of b; with more than one, to all blocks of the cluster. Where b is stored across k, its
+// blocks of 64 columns are shared out, or if they are odd in number the rows of all.
+template <int kBlockN, int kSlices>
+constexpr bool kSliceColumns = kBlockN / 64 % kSlices == 0;
+
 template <class Plan, int kBlockN, int kParts, bool kTransB, int kSlices>
 __device__ __forceinline__ void load_b(uint32_t stage, const WgmmaArgs& args, uint32_t barrier, int first_n, int k, int matrix, int slice) {
-  constexpr int kCols = kBlockN / kSlices;
   const auto load = [&](uint32_t smem, int x, int y, int z) {
     if constexpr (kSlices > 1) {
       tma_load_3d_multicast(smem, &args.b, barrier, x, y, z, (1 << kSlices) - 1);
@@ -116,28 +119,31 @@ __device__ __forceinline__ void load_b(uint32_t stage, const WgmmaArgs& args, ui
       tma_load_3d(smem, &args.b, barrier, x, y, z);
     }
   };
+  constexpr bool kColumns = kTransB || kSliceColumns<kBlockN, kSlices>;
+  const int col = kColumns ? slice * (kBlockN / kSlices) : 0, row = kColumns ? 0 : slice * (kBlockK / kSlices);
 #pragma unroll
   for (int part = 0; part < kParts; ++part) {
-    const uint32_t tile = stage + Plan::kBytesB + part * Plan::kTileBBytes + slice * kCols * kRowBytes;
-    const int n = first_n + slice * kCols;
+    const uint32_t tile = stage + Plan::kBytesB + part * Plan::kTileBBytes + (col + row) * kRowBytes;
     if (kTransB) {
-      load(tile, k, n, kParts * matrix + part);
+      load(tile, k, first_n + col, kParts * matrix + part);
     } else {
 #pragma unroll
-      for (int i = 0; i < kCols / 64; ++i) load(tile + i * kSwizzleRows, n + 64 * i, k, kParts * matrix + part);
+      for (int i = 0; i < (kColumns ? kBlockN / kSlices : kBlockN) / 64; ++i) {
+        load(tile + i * kSwizzleRows, first_n + col + 64 * i, k + row, kParts * matrix + part);
+      }
     }
   }
 }
 
 // --- Epilogue of a warpgroup through TMA ------------------------------------------------------------------------------------
 
-// Finishes 64 x kBlockN of y, 128 bytes of columns at a time, in two buffers of 64 rows in turn. What is in registers is
+// Finishes 64 x kBlockN of y, 128 bytes of columns at a time, in kBuffers buffers of 64 rows in turn. What is in registers is
 // finished there, goes to a buffer, and from it to y while the next products run. The residual comes to the same places
-// before: that of the first two pieces while the products before it run.
-template <class T, int kBlockN>
+// before: that of the first kBuffers pieces while the products before it run.
+template <class T, int kBlockN, int kBufferCount>
 struct TmaEpilogue {
   static constexpr int kCols = 128 / static_cast<int>(sizeof(T));
-  static constexpr int kBuffers = 2, kBufferBytes = 64 * kRowBytes;
+  static constexpr int kBuffers = kBufferCount, kBufferBytes = 64 * kRowBytes;
   static constexpr int kBytes = kBuffers * kBufferBytes;
   static constexpr int kPieces = kBlockN / kCols;
   static_assert(kPieces % kBuffers == 0, "every tile begins with the first buffer");
@@ -164,7 +170,7 @@ struct TmaEpilogue {
   }
 
   // This thread's part of the bias, on its way while the products run; then to shared memory.
-  static constexpr int kThreadBias = kBlockN / 128;
+  static constexpr int kThreadBias = (kBlockN + 127) / 128;
   __device__ __forceinline__ static void load_bias(float (&r)[kThreadBias], const GemmParams& p, int first_col, int thread_idx) {
 #pragma unroll
     for (int i = 0; i < kThreadBias; ++i) {
@@ -174,7 +180,9 @@ struct TmaEpilogue {
   }
   __device__ __forceinline__ void put_bias(const float (&r)[kThreadBias], float beta, int thread_idx) const {
 #pragma unroll
-    for (int i = 0; i < kThreadBias; ++i) bias[thread_idx + 128 * i] = beta * r[i];
+    for (int i = 0; i < kThreadBias; ++i) {
+      if (thread_idx + 128 * i < kBlockN) bias[thread_idx + 128 * i] = beta * r[i];
+    }
   }
 
   // Where chunk `chunk` (16 bytes) of a row lies in a buffer, in the swizzle of TMA.
@@ -182,7 +190,8 @@ struct TmaEpilogue {
 
   // The accumulators of kStepCols columns to their place in a buffer, which is `first_chunk` chunks into its rows; the
   // residual that lies there is added.
-  static constexpr int kStepCols = kCols / 2, kSteps = kBlockN / kStepCols;
+  static constexpr int kSteps = 4, kStepCols = kCols / kSteps;
+  template <bool kActivated>
   __device__ __forceinline__ void finish(float (&v)[kStepCols / 2], const GemmParams& p, uint32_t buffer, int first_chunk, int first_col, int thread_idx) const {
     const int lane_idx = thread_idx % 32, warp_row = thread_idx / 32 * 16;
 #pragma unroll
@@ -207,7 +216,7 @@ struct TmaEpilogue {
           }
         }
       }
-      activate_all<T>(v, p.activation);
+      if (kActivated) activate_all<T>(v, p.activation);
 #pragma unroll
       for (int j = 0; j < kStepCols / 8; j += 2) {
         uint32_t r[4];
@@ -227,7 +236,7 @@ struct TmaEpilogue {
           v[4 * j + 3] += lower.y;
         }
       }
-      activate_all<T>(v, p.activation);
+      if (kActivated) activate_all<T>(v, p.activation);
 #pragma unroll
       for (int j = 0; j < kStepCols / 8; ++j) {
         store_shared2(place(buffer, row, 2 * j + chunk) + within, v[4 * j], v[4 * j + 1]);
@@ -236,42 +245,66 @@ struct TmaEpilogue {
     }
   }
 
-  // `row` is the first of the warpgroup's rows of y.
-  __device__ __forceinline__ void store(const float (&acc)[kBlockN / 2], const GemmParams& p, int row, int first_col, int batch_idx,
+  // `row` is the first of the warpgroup's rows of y. Activations are long, so there is a loop around them, and registers
+  // have no run-time index: its piece is always the first, and the others move up.
+  __device__ __forceinline__ void store(float (&acc)[kBlockN / 2], const GemmParams& p, int row, int first_col, int batch_idx,
                                         int thread_idx) {
-#pragma unroll 1
-    for (int step = 0; step < kSteps; ++step) {
-      const int piece = step / 2, buffer_idx = piece % kBuffers;
-      const uint32_t buffer = buffers + buffer_idx * kBufferBytes;
-      if (step % 2 == 0) {
-        if (residual == nullptr && thread_idx == 0) tma_store_wait<kBuffers - 1>();
-        if (residual == nullptr || step == 0) named_barrier_sync(barrier_id, 128);  // the buffer is free, the bias is there
-        if (residual != nullptr) mbarrier_wait(barriers + 8 * buffer_idx, parity);
-        if (buffer_idx == kBuffers - 1) parity ^= 1;
-      }
-      float v[kStepCols / 2];
+    float v[kStepCols / 2];
+    if (p.activation == Activation::kNone) {
 #pragma unroll
-      for (int constant = 0; constant < kSteps; ++constant) {  // registers have no run-time index
-        if (constant != step) continue;
+      for (int piece = 0; piece < kPieces; ++piece) {
+        const uint32_t buffer = begin_piece(piece, thread_idx);
 #pragma unroll
-        for (int i = 0; i < kStepCols / 2; ++i) v[i] = acc[constant * kStepCols / 2 + i];
-      }
-      finish(v, p, buffer, step % 2 * 4, step * kStepCols, thread_idx);
-      if (step % 2 == 0) continue;
-      fence_async_proxy();
-      named_barrier_sync(barrier_id, 128);
-      if (thread_idx == 0) {
-        tma_store_3d(y, buffer, first_col + piece * kCols, row, batch_idx);
-        tma_store_commit();
-        if (residual != nullptr && piece + kBuffers < kPieces) {
-          tma_store_wait<0>();
-          load_residual(piece + kBuffers, row, first_col, batch_idx);
+        for (int step = 0; step < kSteps; ++step) {
+#pragma unroll
+          for (int i = 0; i < kStepCols / 2; ++i) v[i] = acc[piece * kCols / 2 + step * kStepCols / 2 + i];
+          finish<false>(v, p, buffer, 2 * step, piece * kCols + step * kStepCols, thread_idx);
         }
+        end_piece(piece, buffer, row, first_col, batch_idx, thread_idx);
       }
+      return;
+    }
+#pragma unroll 1
+    for (int piece = 0; piece < kPieces; ++piece) {
+      const uint32_t buffer = begin_piece(piece, thread_idx);
+#pragma unroll 1
+      for (int step = 0; step < kSteps; ++step) {
+#pragma unroll
+        for (int constant = 0; constant < kSteps; ++constant) {
+          if (constant != step) continue;
+#pragma unroll
+          for (int i = 0; i < kStepCols / 2; ++i) v[i] = acc[constant * kStepCols / 2 + i];
+        }
+        finish<true>(v, p, buffer, 2 * step, piece * kCols + step * kStepCols, thread_idx);
+      }
+      end_piece(piece, buffer, row, first_col, batch_idx, thread_idx);
+#pragma unroll
+      for (int i = 0; i < (kBlockN - kCols) / 2; ++i) acc[i] = acc[i + kCols / 2];
     }
   }
 
  private:
+  // Returns the buffer, once it may be written.
+  __device__ __forceinline__ uint32_t begin_piece(int piece, int thread_idx) {
+    const int buffer_idx = piece % kBuffers;
+    if (residual == nullptr && thread_idx == 0) tma_store_wait<kBuffers - 1>();
+    if (residual == nullptr || piece == 0) named_barrier_sync(barrier_id, 128);  // the buffer is free, the bias is there
+    if (residual != nullptr) mbarrier_wait(barriers + 8 * buffer_idx, parity);
+    if (buffer_idx == kBuffers - 1) parity ^= 1;
+    return buffers + buffer_idx * kBufferBytes;
+  }
+  __device__ __forceinline__ void end_piece(int piece, uint32_t buffer, int row, int first_col, int batch_idx, int thread_idx) const {
+    fence_async_proxy();
+    named_barrier_sync(barrier_id, 128);
+    if (thread_idx != 0) return;
+    tma_store_3d(y, buffer, first_col + piece * kCols, row, batch_idx);
+    tma_store_commit();
+    if (residual != nullptr && piece + kBuffers < kPieces) {
+      tma_store_wait<0>();
+      load_residual(piece + kBuffers, row, first_col, batch_idx);
+    }
+  }
+
   __device__ __forceinline__ static float2 load_shared2(uint32_t address) {
     float2 v;
     asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];\n" : "=f"(v.x), "=f"(v.y) : "r"(address) : "memory");
@@ -285,7 +318,7 @@ struct TmaEpilogue {
 // --- WideGemm ------------------------------------------------------------------------------------------------------------
 
 // kParts 1: one product of T. kParts 2: float as hi and lo, hi hi + hi lo + lo hi. kScaled: operands of gemm_scaled.h.
-template <class T, class Out, int kBlockNValue, int kParts, int kStageCount, bool kTransA, bool kTransB>
+template <class T, class Out, int kBlockNValue, int kParts, int kStageCount, int kBuffers, bool kTransA, bool kTransB>
 struct WideGemm {
   using Element = Out;
   static constexpr int kBlockN = kBlockNValue;
@@ -295,9 +328,9 @@ struct WideGemm {
   static constexpr int kStages = Plan::kStages;
   using TileC = EpilogueTile<64, 64, 128, 2>;  // of one warpgroup, 64 columns at a time
   static constexpr int kTileCOffset = kStages * Plan::kStageBytes;
-  using Epilogue = TmaEpilogue<Out, kBlockN>;
-  static_assert(Epilogue::kBytes == TileC::kBytes, "they take turns");
-  static constexpr int kBiasOffset = kTileCOffset + kConsumers * TileC::kBytes;
+  using Epilogue = TmaEpilogue<Out, kBlockN, kBuffers>;
+  static_assert(Epilogue::kBytes >= TileC::kBytes, "they take turns");
+  static constexpr int kBiasOffset = kTileCOffset + kConsumers * Epilogue::kBytes;
   static constexpr int kBarrierOffset = kBiasOffset + kConsumers * kBlockN * 4;
   static constexpr int kEpilogueBarrierOffset = kBarrierOffset + Pipeline<kStages>::kBytes;
   static constexpr int kSmemBytes = kEpilogueBarrierOffset + kConsumers * 8 * Epilogue::kBuffers;
@@ -413,7 +446,7 @@ struct WideGemm {
     const int tiles_n = static_cast<int>((p.n + kBlockN - 1) / kBlockN), total = tiles_m * tiles_n * static_cast<int>(p.batch);
     const int k_tiles = static_cast<int>((p.k + kBlockK - 1) / kBlockK);
     const auto epilogue_of = [&](int group) {
-      return Epilogue{smem + kTileCOffset + group * TileC::kBytes, smem + kEpilogueBarrierOffset + group * 8 * Epilogue::kBuffers,
+      return Epilogue{smem + kTileCOffset + group * Epilogue::kBytes, smem + kEpilogueBarrierOffset + group * 8 * Epilogue::kBuffers,
                       reinterpret_cast<float*>(smem_generic + kBiasOffset) + group * kBlockN, &args.y,
                       p.residual == nullptr ? nullptr : &args.residual, 1 + group};
     };
@@ -428,7 +461,7 @@ struct WideGemm {
     PipelineState<kStages> state;
     const int first = static_cast<int>(blockIdx.x) / kCluster, step = static_cast<int>(gridDim.x) / kCluster;
     if (group_idx < 0) {
-      registers_decrease<24>();
+      registers_decrease<40>();
       if (threadIdx.x == 0) {
         for (int index = first; index < total; index += step) {
           const Work at = work(index, tiles_m, tiles_n, rank);
@@ -444,9 +477,9 @@ struct WideGemm {
         }
       }
     } else {
-      registers_increase<240>();
+      registers_increase<232>();
       const int thread_idx = static_cast<int>(threadIdx.x) % 128, lane_idx = thread_idx % 32;
-      char* const tile_c = smem_generic + kTileCOffset + group_idx * TileC::kBytes;
+      char* const tile_c = smem_generic + kTileCOffset + group_idx * Epilogue::kBytes;
       Epilogue epilogue = epilogue_of(group_idx);
       const bool brings_residual = args.store_by_tma && p.residual != nullptr && thread_idx == 0;
       const auto load_first_residuals = [&](int index) {
@@ -609,17 +642,21 @@ Status encode_operand(CUtensorMap* map, const T* base, int64_t cols, int64_t row
   return encode_tensor_map(map, base, 3, dims, strides, box);
 }
 
-// Rows of the box: of m or n where they are stored along k, else of k.
-constexpr int box_rows(bool along_k, int major) { return along_k ? major : kBlockK; }
+// Rows that a copy of load_a or load_b brings: of m or n where they are stored along k, else of k.
+constexpr int box_rows_a(bool along_k) { return along_k ? kBlockM : kBlockK; }
+template <int kBlockN, int kSlices>
+constexpr int box_rows_b(bool along_k) {
+  return along_k ? kBlockN / kSlices : kSliceColumns<kBlockN, kSlices> ? kBlockK : kBlockK / kSlices;
+}
 
-template <class T>
-Status encode_half_operands(const GemmParams& p, int b_rows, WgmmaArgs* args) {
+template <class T, int kBlockN, int kSlices>
+Status encode_half_operands(const GemmParams& p, WgmmaArgs* args) {
   args->a_batched = p.batch_rank > 0 && p.a_batch_strides[0] != 0;
   args->b_batched = p.batch_rank > 0 && p.b_batch_strides[0] != 0;
   ORTPLUGINS_RETURN_IF_ERROR(encode_operand(&args->a, static_cast<const T*>(p.a), p.trans_a ? p.m : p.k, p.trans_a ? p.k : p.m, p.lda,
-                                            args->a_batched ? p.batch : 1, p.a_batch_strides[0], box_rows(!p.trans_a, kBlockM)));
+                                            args->a_batched ? p.batch : 1, p.a_batch_strides[0], box_rows_a(!p.trans_a)));
   return encode_operand(&args->b, static_cast<const T*>(p.b), p.trans_b ? p.k : p.n, p.trans_b ? p.n : p.k, p.ldb,
-                        args->b_batched ? p.batch : 1, p.b_batch_strides[0], box_rows(p.trans_b, b_rows));
+                        args->b_batched ? p.batch : 1, p.b_batch_strides[0], box_rows_b<kBlockN, kSlices>(p.trans_b));
 }
 
 // TMA stores whole boxes of y and reads those of the residual, if both are aligned; it has no place for a bias of rows.
@@ -693,8 +730,8 @@ struct ScaledWorkspace {
   }
 };
 
-Status encode_scaled(CUtensorMap* map, const ScaleJob& job, int parts, int rows) {
-  return encode_operand(map, job.out, job.cols, job.rows, job.out_ld, parts * job.matrices, job.rows * job.out_ld, box_rows(job.along_row, rows));
+Status encode_scaled(CUtensorMap* map, const ScaleJob& job, int parts, int box_rows) {
+  return encode_operand(map, job.out, job.cols, job.rows, job.out_ld, parts * job.matrices, job.rows * job.out_ld, box_rows);
 }
 
 // Scales, multiplies, and has tiles that the guard refuses done again without scaling.
@@ -711,38 +748,42 @@ Status launch_scaled(const char* what, const GemmParams& p, const ExecContext& c
   args.b_batched = workspace.b.matrices > 1;
   args.stats.a = {workspace.a.max, workspace.a.large, args.a_batched ? p.m : 0};
   args.stats.b = {workspace.b.max, workspace.b.large, args.b_batched ? p.n : 0};
-  ORTPLUGINS_RETURN_IF_ERROR(encode_scaled(&args.a, workspace.a, kParts, kBlockM));
-  ORTPLUGINS_RETURN_IF_ERROR(encode_scaled(&args.b, workspace.b, kParts, kBlockN / 2));
+  ORTPLUGINS_RETURN_IF_ERROR(encode_scaled(&args.a, workspace.a, kParts, box_rows_a(workspace.a.along_row)));
+  ORTPLUGINS_RETURN_IF_ERROR((encode_scaled(&args.b, workspace.b, kParts, box_rows_b<kBlockN, 2>(workspace.b.along_row))));
   ORTPLUGINS_RETURN_IF_ERROR(dispatch_layout(p, [&](auto trans_a, auto trans_b) {
-    return launch_wide<WideGemm<__half, float, kBlockN, kParts, kStages, decltype(trans_a)::value, decltype(trans_b)::value>>(what, p, context, args);
+    return launch_wide<WideGemm<__half, float, kBlockN, kParts, kStages, 2, decltype(trans_a)::value, decltype(trans_b)::value>>(what, p, context, args);
   }));
   return kParts == 2 ? launch_gemm_sm80_tf32x3_guarded(p, context, args.stats) : launch_gemm_sm80_tf32_guarded(p, context, args.stats);
 }
 
-}  // namespace
-
-Status launch_gemm_sm90a_128x256(const GemmParams& p, const ExecContext& context) {
+template <int kBlockN, int kBuffers>
+Status launch_wide_half(const char* what, const GemmParams& p, const ExecContext& context) {
   if (is_empty(p)) return {};
   return dispatch_half(p.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
     WgmmaArgs args = {};
-    ORTPLUGINS_RETURN_IF_ERROR(encode_half_operands<T>(p, 128, &args));
+    ORTPLUGINS_RETURN_IF_ERROR((encode_half_operands<T, kBlockN, 2>(p, &args)));
     return dispatch_layout(p, [&](auto trans_a, auto trans_b) {
-      return launch_wide<WideGemm<T, T, 256, 1, 4, decltype(trans_a)::value, decltype(trans_b)::value>>("gemm_sm90a_128x256", p, context, args);
+      return launch_wide<WideGemm<T, T, kBlockN, 1, 4, kBuffers, decltype(trans_a)::value, decltype(trans_b)::value>>(what, p, context, args);
     });
   });
 }
+
+}  // namespace
+
+Status launch_gemm_sm90a_128x256(const GemmParams& p, const ExecContext& context) { return launch_wide_half<256, 2>("gemm_sm90a_128x256", p, context); }
+Status launch_gemm_sm90a_128x192(const GemmParams& p, const ExecContext& context) { return launch_wide_half<192, 3>("gemm_sm90a_128x192", p, context); }
 
 Status launch_gemm_sm90a_128x128(const GemmParams& p, const ExecContext& context) {
   if (is_empty(p)) return {};
   return dispatch_half(p.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
     WgmmaArgs args = {};
-    ORTPLUGINS_RETURN_IF_ERROR(encode_half_operands<T>(p, 128, &args));
-    // As many blocks as run at once, if each keeps four steps of k.
+    ORTPLUGINS_RETURN_IF_ERROR((encode_half_operands<T, 128, 1>(p, &args)));
+    // As many blocks as run at once, if each keeps three steps of k.
     const int64_t tiles = ceil_div(p.m, kBlockM) * ceil_div(p.n, 128) * p.batch;
     int splits = 1;
-    while (splits < 8 && 2 * splits * tiles <= 2 * context.device->sm_count && p.k >= 2 * splits * 4 * kBlockK) splits *= 2;
+    while (splits < 8 && 2 * splits * tiles <= 2 * context.device->sm_count && p.k >= 2 * splits * 3 * kBlockK) splits *= 2;
     return dispatch_layout(p, [&](auto trans_a, auto trans_b) {
       return launch_split<SplitGemm<T, decltype(trans_a)::value, decltype(trans_b)::value>>("gemm_sm90a_128x128", p, context, args, splits);
     });
