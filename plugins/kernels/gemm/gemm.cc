@@ -97,6 +97,7 @@ bool supports_any(const GemmParams&, const DeviceInfo&) { return true; }
 bool supports_cuda(const GemmParams&, const DeviceInfo& device) { return device.sm >= 80; }
 bool supports_half(const GemmParams& p, const DeviceInfo& device) { return device.sm >= 80 && p.dtype != DType::kFloat32; }
 bool supports_float(const GemmParams& p, const DeviceInfo& device) { return device.sm >= 80 && p.dtype == DType::kFloat32; }
+bool suits_split(const GemmParams& p, const DeviceInfo& device) { return gemm_simt_split_parts(p, device) > 1; }
 // Less exact arithmetic only where the node asks for it.
 bool supports_tf32(const GemmParams& p, const DeviceInfo& device) { return supports_float(p, device) && p.precision == Precision::kTf32; }
 bool supports_tf32x3(const GemmParams& p, const DeviceInfo& device) { return supports_float(p, device) && p.precision == Precision::kTf32x3; }
@@ -161,6 +162,7 @@ constexpr Variant<GemmParams> kGemmVariants[] = {
     {105, "sm80_mma_128x128x32_s4", DeviceKind::kCuda, supports_half, launch_gemm_sm80_mma},
     {104, "sm80_tf32_128x128x16_s4", DeviceKind::kCuda, supports_tf32, launch_gemm_sm80_tf32},
     {103, "sm80_tf32x3_128x128x16_s4", DeviceKind::kCuda, supports_tf32x3, launch_gemm_sm80_tf32x3},
+    {113, "simt_128x128x8_s4_split", DeviceKind::kCuda, supports_float, launch_gemm_simt_split, gemm_simt_split_workspace_bytes, suits_split},
     {102, "simt_128x128x8_s4", DeviceKind::kCuda, supports_float, launch_gemm_simt_128x128},
     {110, "simt_256x128x8_s4", DeviceKind::kCuda, supports_float, launch_gemm_simt_256x128},
     {101, "simt_64x64x16", DeviceKind::kCuda, supports_cuda, launch_gemm_simt_64x64},

@@ -81,8 +81,15 @@ class SimtCopy {
   int count_;  // rows, or elements from the first chunk on, that exist
 };
 
+// With more than one part of k each block leaves its sums in `partial`, (part, batch, m, n).
+struct SplitK {
+  int parts = 1;
+  float* partial = nullptr;
+};
+
 template <int kBlockM, bool kTransA, bool kTransB>
-__global__ void __launch_bounds__(SimtConfig<kBlockM>::kThreads, SimtConfig<kBlockM>::kBlocks) gemm_simt_kernel(const __grid_constant__ GemmParams p) {
+__global__ void __launch_bounds__(SimtConfig<kBlockM>::kThreads, SimtConfig<kBlockM>::kBlocks)
+gemm_simt_kernel(const __grid_constant__ GemmParams p, const __grid_constant__ SplitK split) {
   using C = SimtConfig<kBlockM>;
   constexpr int kRowA = C::kBlockM + 4, kRowB = C::kBlockN + 4;
   constexpr int kThreadM = 4 * C::kQuadsM, kThreadN = 4 * C::kQuadsN;
@@ -94,17 +101,20 @@ __global__ void __launch_bounds__(SimtConfig<kBlockM>::kThreads, SimtConfig<kBlo
   const int thread_m = warp_idx / 4 * C::kWarpM + (lane_idx >> 1 & 7) * 4;
   const int thread_n = warp_idx % 4 * 32 + ((lane_idx & 1) | (lane_idx >> 3 & 2)) * 4;
   const int64_t tiles_m = (p.m + C::kBlockM - 1) / C::kBlockM, tiles_n = (p.n + C::kBlockN - 1) / C::kBlockN;
-  const int64_t k_tiles = (p.k + C::kBlockK - 1) / C::kBlockK;
+  const unsigned part = blockIdx.x % split.parts;
+  const int64_t all_k_tiles = (p.k + C::kBlockK - 1) / C::kBlockK;
+  const int64_t k_begin = all_k_tiles * part / split.parts, k_tiles = all_k_tiles * (part + 1) / split.parts - k_begin;
 
   const int64_t batch_idx = gemm_batch_index();
   if (batch_idx >= p.batch) return;
-  const GemmOperands<float> operands(p, batch_idx);
-  const TileIndex tile = grouped_tile(blockIdx.x, static_cast<unsigned>(tiles_m), static_cast<unsigned>(tiles_n));
+  GemmOperands<float> operands(p, batch_idx);
+  const TileIndex tile = grouped_tile(blockIdx.x / split.parts, static_cast<unsigned>(tiles_m), static_cast<unsigned>(tiles_n));
   const int64_t first_m = tile.m * C::kBlockM, first_n = tile.n * C::kBlockN;
 
   // Prologue: fill all stages but one.
-  SimtCopy<C::kBlockM, !kTransA> copy_a(operands.a + (kTransA ? first_m : first_m * p.lda), p.lda, p.m - first_m, p.k);
-  SimtCopy<C::kBlockN, kTransB> copy_b(operands.b + (kTransB ? first_n * p.ldb : first_n), p.ldb, p.n - first_n, p.k);
+  const int64_t first_k = k_begin * C::kBlockK;
+  SimtCopy<C::kBlockM, !kTransA> copy_a(operands.a + (kTransA ? first_k * p.lda + first_m : first_m * p.lda + first_k), p.lda, p.m - first_m, p.k - first_k);
+  SimtCopy<C::kBlockN, kTransB> copy_b(operands.b + (kTransB ? first_n * p.ldb + first_k : first_k * p.ldb + first_n), p.ldb, p.n - first_n, p.k - first_k);
   for (int stage = 0; stage < C::kStages - 1; ++stage) {
     if (stage < k_tiles) {
       copy_a.copy_and_advance(smem + stage * C::kStageBytes);
@@ -161,7 +171,28 @@ __global__ void __launch_bounds__(SimtConfig<kBlockM>::kThreads, SimtConfig<kBlo
     for (int j = 0; j < kThreadN; j += 4) C::TileC::put(smem_generic, row, thread_n + 4 * j, make_float4(acc[i][j], acc[i][j + 1], acc[i][j + 2], acc[i][j + 3]));
   }
   __syncthreads();
+  if (split.parts > 1) {
+    operands.epilogue.alpha = 1.0F;
+    operands.epilogue.bias = operands.epilogue.residual = nullptr;
+    operands.epilogue.y = split.partial + (part * p.batch + batch_idx) * p.m * p.n;
+    operands.epilogue.activation = Activation::kNone;
+  }
   C::TileC::store(smem_generic, operands.epilogue, first_m, first_n);
+}
+
+// Adds up the parts, always in their order, and finishes y. A thread takes one element after the other.
+__global__ void __launch_bounds__(256) gemm_add_parts_kernel(const __grid_constant__ GemmParams p, const __grid_constant__ SplitK split) {
+  const int64_t count = p.batch * p.m * p.n;
+  for (int64_t i = blockIdx.x * 256 + static_cast<int>(threadIdx.x); i < count; i += static_cast<int64_t>(gridDim.x) * 256) {
+    const int64_t row = i / p.n, col = i - row * p.n;
+    float sum = 0.0F;
+#pragma unroll 4
+    for (int part = 0; part < split.parts; ++part) sum += split.partial[part * count + i];
+    float v = p.alpha * sum;
+    if (p.bias != nullptr) v += p.beta * static_cast<const float*>(p.bias)[row % p.m * p.bias_stride_m + col * p.bias_stride_n];
+    if (p.residual != nullptr) v += static_cast<const float*>(p.residual)[i];
+    static_cast<float*>(p.y)[i] = activate(v, p.activation);
+  }
 }
 
 struct SmallSimtConfig {
@@ -259,14 +290,16 @@ __global__ void __launch_bounds__(SmallSimtConfig::kThreads, 2) gemm_simt_64x64_
 }
 
 template <int kBlockM>
-Status launch_simt(const char* what, const GemmParams& p, const ExecContext& context) {
+Status launch_simt(const char* what, const GemmParams& p, const ExecContext& context, const SplitK& split = {}) {
   if (is_empty(p)) return {};
   return dispatch_layout(p, [&](auto trans_a, auto trans_b) {
     using C = SimtConfig<kBlockM>;
     static SmemLimit limit;
     const auto kernel = gemm_simt_kernel<kBlockM, decltype(trans_a)::value, decltype(trans_b)::value>;
     ORTPLUGINS_RETURN_IF_ERROR(limit.raise(kernel, *context.device, C::kSmemBytes));
-    return launch(what, kernel, gemm_grid(p, C::kBlockM, C::kBlockN), C::kThreads, C::kSmemBytes, context, p);
+    dim3 grid = gemm_grid(p, C::kBlockM, C::kBlockN);
+    grid.x *= split.parts;
+    return launch(what, kernel, grid, C::kThreads, C::kSmemBytes, context, p, split);
   });
 }
 
@@ -274,6 +307,26 @@ Status launch_simt(const char* what, const GemmParams& p, const ExecContext& con
 
 Status launch_gemm_simt_256x128(const GemmParams& p, const ExecContext& context) { return launch_simt<256>("gemm_simt_256x128", p, context); }
 Status launch_gemm_simt_128x128(const GemmParams& p, const ExecContext& context) { return launch_simt<128>("gemm_simt_128x128", p, context); }
+
+int gemm_simt_split_parts(const GemmParams& p, const DeviceInfo& device) {
+  // As many blocks as run at once, two on a multiprocessor, if each keeps 128 of k.
+  const int64_t tiles = ceil_div(p.m, 128) * ceil_div(p.n, 128) * p.batch;
+  const int64_t room = tiles == 0 ? 1 : 2 * device.sm_count / tiles, steps = p.k / 128;
+  const int64_t parts = room < steps ? room : steps;
+  return parts < 1 ? 1 : parts > 16 ? 16 : static_cast<int>(parts);
+}
+int64_t gemm_simt_split_workspace_bytes(const GemmParams& p, const DeviceInfo& device) {
+  return 4 * gemm_simt_split_parts(p, device) * p.batch * p.m * p.n;
+}
+Status launch_gemm_simt_split(const GemmParams& p, const ExecContext& context) {
+  const int64_t needed = gemm_simt_split_workspace_bytes(p, *context.device);
+  if (context.workspace_bytes < needed) return Status::invalid("workspace", "{} bytes are needed, {} given", {needed, context.workspace_bytes});
+  const SplitK split{gemm_simt_split_parts(p, *context.device), static_cast<float*>(context.workspace)};
+  ORTPLUGINS_RETURN_IF_ERROR(launch_simt<128>("gemm_simt_split", p, context, split));
+  if (split.parts == 1 || is_empty(p)) return {};
+  const unsigned grid = grid_size(ceil_div(p.batch * p.m * p.n, 256), 16 * context.device->sm_count);
+  return launch("gemm_add_parts", gemm_add_parts_kernel, grid, 256, 0, context, p, split);
+}
 
 Status launch_gemm_simt_64x64(const GemmParams& p, const ExecContext& context) {
   if (is_empty(p)) return {};

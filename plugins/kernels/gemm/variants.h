@@ -24,6 +24,9 @@ Status launch_gemm_sm80_tf32(const GemmParams& params, const ExecContext& contex
 Status launch_gemm_sm80_tf32x3(const GemmParams& params, const ExecContext& context);
 Status launch_gemm_simt_256x128(const GemmParams& params, const ExecContext& context);
 Status launch_gemm_simt_128x128(const GemmParams& params, const ExecContext& context);
+Status launch_gemm_simt_split(const GemmParams& params, const ExecContext& context);
+int gemm_simt_split_parts(const GemmParams& params, const DeviceInfo& device);  // of k; 1 where y has tiles enough
+int64_t gemm_simt_split_workspace_bytes(const GemmParams& params, const DeviceInfo& device);
 Status launch_gemm_simt_64x64(const GemmParams& params, const ExecContext& context);
 #endif
 
