@@ -13,9 +13,10 @@ from rich.markup import escape
 from . import __version__, console
 from .errors import OrtPluginsError
 from .files import replace_atomically
-from .ops import PRECISIONS, find
+from .ops import OPS, PRECISIONS, find
 from .rewrite import rewrite as rewrite_model
 from .rewrite.api import KINDS
+from .rewrite.cost import H200, this_cpu
 from .session import PROVIDERS
 
 
@@ -63,6 +64,13 @@ _PROVIDER = click.option(
     show_default=True,
     help="Execution provider that runs both models.",
 )
+_BATCH = click.option("--batch", type=click.IntRange(min=1), help="Size of symbolic batch dimensions.")
+_LENGTH = click.option(
+    "--length", type=click.IntRange(min=1), help="Size of other symbolic dimensions, such as the sequence."
+)
+_DIMS = click.option(
+    "--dim", "dims", multiple=True, metavar="NAME=SIZE", help="Size of the symbolic dimension NAME. Repeatable."
+)
 _THREADS = click.option(
     "--threads", type=click.IntRange(min=1), help="Threads of the CPU provider. [default: as ONNX Runtime]"
 )
@@ -70,39 +78,66 @@ _THREADS = click.option(
 
 @main.command()
 @click.argument("source", metavar="IN.onnx", type=_ONNX)
-@click.argument("target", metavar="OUT.onnx", type=_ONNX)
+@click.argument("target", metavar="[OUT.onnx]", type=_ONNX, required=False)
 @_REPORT
+@click.option("--dry-run", is_flag=True, help="Write no model: show the plan, with what each site costs and may gain.")
 @click.option("--only", multiple=True, type=click.Choice(KINDS), help="Rewrite only sites of this kind. Repeatable.")
 @click.option("--skip", multiple=True, type=click.Choice(KINDS), help="Leave sites of this kind alone. Repeatable.")
 @click.option(
     "--keep", multiple=True, metavar="NODE", help="Leave the site of the node of this name alone. Repeatable."
 )
 @click.option(
-    "--precision", type=click.Choice(PRECISIONS), help="Arithmetic of float32 products on CUDA. [default: ieee]"
+    "--precision",
+    multiple=True,
+    metavar="[OP=]PRECISION",
+    help=f"Arithmetic of float32 products on CUDA: {', '.join(PRECISIONS)}; for one op as in gemm=tf32x3. Repeatable. "
+    "[default: ieee]",
 )
 @click.option("--all", "every", is_flag=True, help="List fused sites too, not only skipped ones.")
+@click.option(
+    "--device",
+    type=click.Choice(("cpu", "cuda")),
+    default="cpu",
+    show_default=True,
+    help="Device of the plan's estimates: this CPU, measured, or an H200 by its data sheet.",
+)
+@_BATCH
+@_LENGTH
+@_DIMS
 def rewrite(
     source: Path,
-    target: Path,
+    target: Path | None,
     report: Path | None,
+    dry_run: bool,
     only: tuple[str, ...],
     skip: tuple[str, ...],
     keep: tuple[str, ...],
-    precision: str | None,
+    precision: tuple[str, ...],
     every: bool,
+    device: str,
+    batch: int | None,
+    length: int | None,
+    dims: tuple[str, ...],
 ) -> None:
     """Replace attention, linear chains, norms and softmax in IN.onnx by fused ops and write OUT.onnx.
 
     The table counts the sites and gives the reason for each that was skipped; the report lists every one. OUT.onnx
     appears only when it is complete, and may be IN.onnx. Large weights go to OUT.onnx.data beside it.
 
+    With --dry-run the plan is shown instead: for every site the arithmetic intensity of the fused op at the sizes
+    given (batch 1, length 128 by default), whether arithmetic or memory is its limit on the device, and the speed to
+    expect of it by that limit (`ortplugins compare` measures it).
+
     \b
     Examples:
       ortplugins rewrite model.onnx fused.onnx
+      ortplugins rewrite model.onnx --dry-run --batch 8 --length 256 --device cuda
       ortplugins rewrite model.onnx fused.onnx --report sites.json
       ortplugins rewrite model.onnx fused.onnx --only attention --precision tf32x3
     """
     _require_file(source)
+    if (target is None) != dry_run:
+        raise click.UsageError("give OUT.onnx, or --dry-run to write nothing")
     with console.progress_bar() as progress:
         progress("rewriting", 0.0)
         result = rewrite_model(
@@ -111,17 +146,58 @@ def rewrite(
             only=only or None,
             skip=skip,
             keep=keep,
-            precision=precision,
+            precision=_parse_precision(precision),
             progress=lambda done, total: progress("writing", done / max(total, 1)),
         )
+        if dry_run or report is not None:
+            result.report.estimate(
+                H200 if device == "cuda" else this_cpu(), _parse_dims(dims), batch=batch or 1, length=length or 128
+            )
     document = result.report.to_dict()
     if report is not None:
         replace_atomically(report, json.dumps(document, indent=2) + "\n")
-    _show_sites(document["sites"], every=every)
-    console.out.print(
-        f"wrote {escape(str(target))}: {document['nodes_before']} nodes became {document['nodes_after']}",
-        highlight=False,
-    )
+    _show_sites(document["sites"], every=every and not dry_run)
+    if dry_run:
+        _show_plan(document)
+    nodes = f"{document['nodes_before']} nodes {'would become' if dry_run else 'became'} {document['nodes_after']}"
+    console.out.print(nodes if dry_run else f"wrote {escape(str(target))}: {nodes}", highlight=False)
+
+
+def _parse_precision(values: tuple[str, ...]) -> dict[str, str] | None:
+    takes = [op.kernel for op in OPS if any(a.name == "precision" for a in op.attrs)]
+    chosen: dict[str, str] = {}
+    for value in values:
+        op, _, precision = value.rpartition("=")
+        if precision not in PRECISIONS or (op and op not in takes):
+            raise click.BadParameter(
+                f"{value!r} is not one of {', '.join(PRECISIONS)}, with {'= or '.join(takes)}= in front for one op",
+                param_hint="--precision",
+            )
+        chosen.update(dict.fromkeys([op] if op else takes, precision))
+    return chosen or None
+
+
+def _show_plan(document: dict) -> None:
+    """What each site costs on the device, and what fusing it is expected to give."""
+    numbers = ["FLOP", "bytes", "FLOP/byte", "time", "gain"]
+    table = console.table(f"Plan for {document['device']}", ["first node", "op", *numbers, "limit"], numbers)
+    for site in document["sites"]:
+        cost = site["estimate"]
+        first = escape(next(iter(site["nodes"]), "-"))
+        if cost is None:
+            table.add_row(first, site["op"] if site["status"] == "fused" else "stays", *["-"] * 5, "size not known")
+            continue
+        table.add_row(
+            first,
+            site["op"] if site["status"] == "fused" else "[yellow]stays[/]",
+            console.quantity(cost["flops"]),
+            console.quantity(cost["bytes"]),
+            f"{cost['flops_per_byte']:.3g}",
+            console.microseconds(1e6 * cost["seconds"]),
+            "-" if cost["gain"] is None else f"{cost['gain']:.2f}x",
+            cost["bound"],
+        )
+    console.out.print(table)
 
 
 def _require_file(path: Path) -> None:
@@ -186,11 +262,9 @@ def _load_inputs(paths: tuple[Path, ...]) -> list[dict] | None:
 @click.argument("rewritten", metavar="[REWRITTEN.onnx]", type=_ONNX, required=False)
 @_PROVIDER
 @_REPORT
-@click.option("--batch", type=click.IntRange(min=1), help="Size of symbolic batch dimensions.")
-@click.option("--length", type=click.IntRange(min=1), help="Size of other symbolic dimensions, such as the sequence.")
-@click.option(
-    "--dim", "dims", multiple=True, metavar="NAME=SIZE", help="Size of the symbolic dimension NAME. Repeatable."
-)
+@_BATCH
+@_LENGTH
+@_DIMS
 @click.option(
     "--inputs",
     multiple=True,

@@ -80,6 +80,14 @@ def microseconds(value: float) -> str:
     return f"{value * factor:.3g} {unit}"
 
 
+def quantity(value: float) -> str:
+    """A count with three digits and a decimal prefix: ``1.2 G``."""
+    for factor, prefix in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if value >= factor:
+            return f"{value / factor:.3g} {prefix}"
+    return f"{value:.3g}"
+
+
 def timing(value: Any) -> str:
     """A median with its spread in the same unit: ``1.23 ms (1.20 .. 1.31)``."""
     factor, unit = _unit(value.median_us)

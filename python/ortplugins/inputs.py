@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict, deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import numpy as np
 import onnx
@@ -41,32 +41,38 @@ def make_inputs(
     """
     initializers = {t.name for t in model.graph.initializer}
     values = [v for v in model.graph.input if v.name not in initializers]
-    symbols = _Symbols(values, sizes or {}, batch, length)
-    if unknown := set(sizes or {}) - symbols.known:
-        known = ", ".join(sorted(symbols.known)) or "none"
-        raise OrtPluginsError(
-            f"no input has a dimension named {', '.join(sorted(unknown))}; the symbolic dimensions are: {known}"
-        )
+    known = {d.dim_param for v in values for d in v.type.tensor_type.shape.dim if d.dim_param}
+    symbols = Symbols(known, sizes or {}, batch, length)
     limits = _index_limits(model.graph)
     rng = np.random.default_rng(seed)
-    return {v.name: _random(v, symbols.shape(v), limits.get(v.name), rng) for v in values}
+    return {v.name: _random(v, _shape(v, symbols), limits.get(v.name), rng) for v in values}
 
 
-class _Symbols:
-    """Sizes of symbolic dimensions. ``past + seq``, ``past_plus_seq`` and ``past + 1`` are the sums of their terms, and
-    a total length is past plus new tokens where the model has a past."""
+def _shape(value: onnx.ValueInfoProto, symbols: Symbols) -> tuple[int, ...]:
+    dims = value.type.tensor_type.shape.dim
+    return tuple(
+        d.dim_value if d.HasField("dim_value") else symbols.size(d.dim_param, axis) for axis, d in enumerate(dims)
+    )
 
-    def __init__(self, values: list[onnx.ValueInfoProto], sizes: Mapping[str, int], batch: int, length: int):
+
+class Symbols:
+    """Sizes of the symbolic dimensions ``known``, of which ``sizes`` names some. ``past + seq``, ``past_plus_seq`` and
+    ``past + 1`` are the sums of their terms, and a total length is past plus new tokens where the model has a past.
+
+    Raises OrtPluginsError for a name in ``sizes`` that is not known.
+    """
+
+    def __init__(self, known: Iterable[str], sizes: Mapping[str, int], batch: int, length: int):
         self.sizes, self.batch, self.length = sizes, batch, length
-        self.known = {d.dim_param for v in values for d in v.type.tensor_type.shape.dim if d.dim_param}
+        self.known = set(known)
+        if unknown := set(sizes) - self.known:
+            raise OrtPluginsError(
+                f"no input has a dimension named {', '.join(sorted(unknown))}; the symbolic dimensions are: "
+                f"{', '.join(sorted(self.known)) or 'none'}"
+            )
 
-    def shape(self, value: onnx.ValueInfoProto) -> tuple[int, ...]:
-        dims = value.type.tensor_type.shape.dim
-        return tuple(
-            d.dim_value if d.HasField("dim_value") else self._size(d.dim_param, axis) for axis, d in enumerate(dims)
-        )
-
-    def _size(self, symbol: str, axis: int) -> int:
+    def size(self, symbol: str, axis: int) -> int:
+        """Size of the symbol, which is that of dimension ``axis`` of an input."""
         if symbol in self.sizes:
             return self.sizes[symbol]
         terms = [t.strip() for t in re.split(r"\+|_plus_", symbol)]

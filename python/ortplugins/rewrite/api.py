@@ -57,9 +57,10 @@ def rewrite(
             it when the source keeps them in external files or the model is larger than a protobuf can be.
         only: Kinds of site to rewrite: ``attention``, ``linear``, ``layer_norm``, ``softmax``. All when absent.
         skip: Kinds of site to leave alone.
-        keep: Names of nodes that must not be replaced; a site that has one is skipped.
+        keep: Names of nodes that must not be replaced; a site that has one is skipped. A node without a name goes by
+            that of its first output.
         precision: Arithmetic of float32 products on CUDA, ``ieee`` (the default), ``tf32x3`` or ``tf32``; for all
-            operators, or by operator name.
+            operators, or by operator, as ``{"FusedGemm": "tf32x3"}`` or ``{"gemm": "tf32x3"}``.
         progress: Called with (done, total) while the file is written.
 
     Returns:
@@ -68,7 +69,7 @@ def rewrite(
     Raises:
         ValueError: an argument names a kind, a precision or an operator that does not exist.
         FileNotFoundError: there is no such file.
-        OrtPluginsError: the file holds no ONNX model.
+        OrtPluginsError: the file holds no ONNX model, or ``keep`` names a node that it does not have.
     """
     start = time.perf_counter()
     options = Options(_precisions(precision))
@@ -114,12 +115,13 @@ def _kinds(wanted: str | Iterable[str], argument: str) -> tuple[str, ...]:
 
 
 def _precisions(precision: str | Mapping[str, str] | None) -> dict[str, str]:
-    takes = [op.name for op in OPS if any(a.name == "precision" for a in op.attrs)]
+    takes = {op.kernel: op.name for op in OPS if any(a.name == "precision" for a in op.attrs)}
     if precision is None:
         return {}
-    chosen = dict.fromkeys(takes, precision) if isinstance(precision, str) else dict(precision)
+    given = dict.fromkeys(takes, precision) if isinstance(precision, str) else dict(precision)
+    chosen = {takes.get(op, op): value for op, value in given.items()}
     for op, value in chosen.items():
-        if op not in takes:
+        if op not in takes.values():
             raise ValueError(f"precision: {op!r} takes none; expected one of {', '.join(takes)}")
         if value not in PRECISIONS:
             raise ValueError(f"precision={value!r}: expected one of {', '.join(PRECISIONS)}")

@@ -6,7 +6,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import onnx_ir as ir
 
+from ..errors import OrtPluginsError
 from ..ops import DOMAIN, OPSET_VERSION
+from .cost import work_of
 from .facts import Facts, Shape, op_of
 from .report import Refused, Report, Site
 from .rules import Match, Options, Rule
@@ -69,6 +71,7 @@ class Rewriter:
         self._names = Names(set(_used_names(model)))
 
     def run(self) -> Report:
+        self._require_kept()
         self.report.nodes_before = sum(1 for _ in self.model.graph.all_nodes())
         for graph in (self.model.graph, *self.model.functions.values()):
             for inner, _ in list(graphs_of(graph)):
@@ -81,6 +84,13 @@ class Rewriter:
                 self.model.graph.opset_imports.setdefault(DOMAIN, OPSET_VERSION)
         self.report.nodes_after = sum(1 for _ in self.model.graph.all_nodes())
         return self.report
+
+    def _require_kept(self) -> None:
+        roots = (self.model.graph, *self.model.functions.values())
+        if self._keep:
+            missing = self._keep - {_name(n) for root in roots for g, _ in graphs_of(root) for n in g}
+            if missing:
+                raise OrtPluginsError(f"keep: the model has no node named {', '.join(sorted(missing))}")
 
     def _obstacle(self, root: ir.Graph | ir.Function, facts: Facts) -> str | None:
         """Why nothing may be replaced in a function.
@@ -143,6 +153,8 @@ class Rewriter:
                     self._calls.setdefault(node.op_identifier(), []).append(
                         [(facts.shape(v), facts.dtype(v)) for v in node.inputs]
                     )
+        if root is self.model.graph:
+            self.report.symbols = {symbol: axis for symbol, (_, axis) in facts.size_sources.items()}
         sizes = Sizes(root, facts, self._names)
         obstacle = self._obstacle(root, facts)
         before = len(self.report.select(status="fused"))
@@ -183,9 +195,9 @@ class Rewriter:
         names = [_name(n) for n in match.nodes]
 
         def skipped(reason: str, fault: object = None) -> Site:
-            return Site(
-                rule.kind, names, "skipped", rule.op, reason, _name(fault) if isinstance(fault, ir.Node) else None, path
-            )
+            blamed = _name(fault) if isinstance(fault, ir.Node) else None
+            work = [work_of(n, facts) for n in match.nodes]
+            return Site(rule.kind, names, "skipped", rule.op, reason, blamed, path, work=(work, []))
 
         if (self._only is not None and rule.kind not in self._only) or rule.kind in self._skip:
             return skipped("the rule is switched off")
@@ -195,7 +207,7 @@ class Rewriter:
         try:
             plan = rule.check(match, facts, self._options)
             names = [_name(n) for n in plan.nodes]
-            kept = next((n for n in (*match.nodes, *plan.nodes) if n.name and n.name in self._keep), None)
+            kept = next((n for n in (*match.nodes, *plan.nodes) if _name(n) in self._keep), None)
             if kept is not None:
                 return skipped("the node is kept on request", kept)
             memo = self._memo.setdefault(graph, {})
@@ -210,8 +222,10 @@ class Rewriter:
                     _detach(node)
             return skipped(refusal.reason, refusal.node)
         memo.update(tape.memorised)
+        before = [(n, work_of(n, facts)) for n in plan.nodes]
         self._splice(graph, match.centre, plan.nodes, tape, replacement.values, facts, sizes)
-        return Site(rule.kind, names, "fused", rule.op, None, None, path)
+        work = ([w for n, w in before if n.graph is None], [work_of(n, facts) for n in tape.nodes])
+        return Site(rule.kind, names, "fused", rule.op, None, None, path, work=work)
 
     def _splice(
         self,
