@@ -223,6 +223,12 @@ CASES = [
     Case("many_tiles", b=3, heads=50, sq=130, sk=70, d=64),
     Case("many_tiles_causal", b=2, heads=40, kv_heads=10, sq=300, sk=300, d=64, attrs={"is_causal": 1}, dtypes=("float16", "bfloat16")),
     Case("many_tiles_lengths", b=5, heads=40, sq=20, sk=300, d=64, total_lengths=(300, 7, 0, 129, 256)),
+    # Few queries of grouped heads on a cache of several splits
+    Case("split_grouped", b=2, heads=8, kv_heads=2, sq=3, sk=1500, d=128, total_lengths=(1500, 37), attrs={"is_causal": 1}),
+    Case("split_window", heads=6, kv_heads=2, sq=5, sk=1300, d=64, attrs={"window": 700, "window_right": 9}),
+    Case("split_mask", b=2, heads=8, kv_heads=2, sq=4, sk=1100, d=64, dv=96, mask=(2, 1, 1, 1100), mask_kind="-inf"),
+    Case("split_mask_spoilt", b=1, heads=8, kv_heads=2, sq=1, sk=600, d=64, mask=(600,), spoil=garbage_where_masked),
+    Case("split_mask_lowest", heads=4, kv_heads=2, sq=1, sk=600, d=64, mask=(600,), mask_kind="lowest"),
     # Large heads, values with a standard deviation of 8
     *(Case(f"d{d}_std8", heads=1, sq=16, sk=16, d=d, std=8.0) for d in (257, 320, 512)),
     *(Case(f"d{d}_1024_std8", heads=1, sq=16, sk=1024, d=d, std=8.0) for d in (257, 512)),

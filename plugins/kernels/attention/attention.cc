@@ -145,18 +145,23 @@ template <int64_t kDim>
 bool supports_wgmma(const AttentionParams& p, const DeviceInfo& device) {
   return attention_wgmma_supports(p, device, kDim);
 }
+// Shorter caches leave most multiprocessors idle, and merging costs a second kernel.
+bool suits_wgmma_split(const AttentionParams& p, const DeviceInfo&) { return p.total_len() >= 256; }
 // Blocks of 192 rows take 1.24 times as long as those of 128; they pay where the GPU needs fewer rounds of them in proportion.
-template <int64_t kDim>
-bool supports_wgmma_192(const AttentionParams& p, const DeviceInfo& device) {
+bool suits_wgmma_192(const AttentionParams& p, const DeviceInfo& device) {
   const auto rounds = [&](int64_t block_m) {
     const int64_t blocks = (p.q_len + block_m - 1) / block_m * p.heads * p.batch;
     return (blocks + device.sm_count - 1) / std::max(device.sm_count, 1);
   };
-  return supports_wgmma<kDim>(p, device) && rounds(192) * 124 <= rounds(128) * 100;
+  return rounds(192) * 124 <= rounds(128) * 100;
 }
 #endif
 
 constexpr Variant<AttentionParams> kAttentionVariants[] = {
+#if ORTPLUGINS_WITH_SM90A
+    {159, "sm90a_wgmma_64x128x128_s2_split", DeviceKind::kCuda, attention_wgmma_split_supports, launch_attention_wgmma_split,
+     attention_wgmma_split_workspace, suits_wgmma_split},
+#endif
 #if ORTPLUGINS_WITH_CUDA
     {121, "sm80_mma_16x64x64_s4_split", DeviceKind::kCuda, supports_mma_split<64>, launch_attention_mma_split_64,
      attention_mma_split_workspace},
@@ -167,8 +172,10 @@ constexpr Variant<AttentionParams> kAttentionVariants[] = {
     {102, "simt_fp32_16x64_split", DeviceKind::kCuda, supports_simt_split, launch_attention_simt_split,
      attention_simt_split_workspace},
 #if ORTPLUGINS_WITH_SM90A
-    {157, "sm90a_wgmma_192x128x48_s2", DeviceKind::kCuda, supports_wgmma_192<48>, launch_attention_wgmma_192x48},
-    {153, "sm90a_wgmma_192x128x64_s2", DeviceKind::kCuda, supports_wgmma_192<64>, launch_attention_wgmma_192x64},
+    {157, "sm90a_wgmma_192x128x48_s2", DeviceKind::kCuda, supports_wgmma<48>, launch_attention_wgmma_192x48, nullptr,
+     suits_wgmma_192},
+    {153, "sm90a_wgmma_192x128x64_s2", DeviceKind::kCuda, supports_wgmma<64>, launch_attention_wgmma_192x64, nullptr,
+     suits_wgmma_192},
     {151, "sm90a_wgmma_128x128x64_s2", DeviceKind::kCuda, supports_wgmma<64>, launch_attention_wgmma_64},
     {154, "sm90a_wgmma_128x128x80_s2", DeviceKind::kCuda, supports_wgmma<80>, launch_attention_wgmma_80},
     {155, "sm90a_wgmma_128x128x96_s2", DeviceKind::kCuda, supports_wgmma<96>, launch_attention_wgmma_96},

@@ -13,6 +13,8 @@
 //
 // Shared memory, each tile in blocks of 64 elements (rows of 128 bytes, swizzled by TMA), 1024-byte aligned:
 //   q (kBlockM rows), k and v (kStages x kBlockN rows each), with a mask also kStages mask tiles (kBlockM rows) or rows.
+#include <algorithm>
+
 #include "device/sm90_rs.h"
 #include "device/tensor_map.h"
 #include "kernels/attention/attention_device.h"
@@ -33,26 +35,37 @@ struct WgmmaLaunch {
   bool mask_has_batch = false, mask_has_head = false;
   bool scores = false;      // products need more than a positive factor: softcap, or a scale that is not positive
   int items = 0;
+  int q_bytes = 0;          // of a tile of q
   int section_heads = 0;    // heads (of all sequences) whose keys and values fit in L2 together
 };
 
-// All numbers of a variant. kScores: masks, softcap and any scale; without, a product only takes a positive factor.
-template <int kDim_, int kBlockN_, int kConsumers_, int kStages_, bool kScores_>
+// All numbers of a variant. kScores: masks, softcap and any scale; without, a product only takes a positive factor. kSplit:
+// few queries on a long cache. Then a tile's rows are those of all query heads that share a key head, row r being query
+// r % q_len of head r / q_len of the group, and the keys are split over items, whose results are merged afterwards.
+template <int kDim_, int kBlockN_, int kConsumers_, int kStages_, bool kScores_, bool kSplit_ = false>
 struct WgmmaTile {
   static constexpr int kDim = kDim_, kBlockN = kBlockN_, kConsumers = kConsumers_, kStages = kStages_;
-  static constexpr bool kScores = kScores_;
+  static constexpr bool kScores = kScores_, kSplit = kSplit_;
   static constexpr int kBlockM = 64 * kConsumers;
   static constexpr int kThreads = 128 * (kConsumers + 1);
   static constexpr int kDimBlocks = (kDim + 63) / 64;
   static constexpr int kBytesQ = kDimBlocks * kBlockM * 128;
   static constexpr int kBytesK = kDimBlocks * kBlockN * 128;
-  static constexpr int kBytesMask = kScores ? (kBlockN + 63) / 64 * kBlockM * 128 : 0;  // of 16-bit elements
+  static constexpr int kBytesMask = kScores && !kSplit ? (kBlockN + 63) / 64 * kBlockM * 128 : 0;  // of 16-bit elements
   static constexpr int kSmemBytes = 1024 + kBytesQ + kStages * (2 * kBytesK + kBytesMask);
   static_assert(kSmemBytes <= 227 * 1024);
-  // 64 K registers: what the consumers gain is what the producer gives.
-  static constexpr int kProducerRegisters = kConsumers == 3 ? 32 : kScores ? 40 : 24;
-  static constexpr int kConsumerRegisters = kConsumers == 3 ? 160 : kScores ? 232 : 240;
 };
+
+// Registers of the two roles, out of 64 K: what the consumers gain is what the producer gives. With one consumer warpgroup a
+// thread may have 255 anyway.
+template <class Tile>
+__device__ __forceinline__ void take_producer_registers() {
+  if constexpr (Tile::kConsumers > 1) registers_decrease<Tile::kConsumers == 3 ? 32 : Tile::kScores ? 40 : 24>();
+}
+template <class Tile>
+__device__ __forceinline__ void take_consumer_registers() {
+  if constexpr (Tile::kConsumers > 1) registers_increase<Tile::kConsumers == 3 ? 160 : Tile::kScores ? 232 : 240>();
+}
 
 // Barriers in shared memory, by their 32-bit addresses.
 template <int kStages>
@@ -94,15 +107,37 @@ __device__ __forceinline__ int wgmma_item(const WgmmaLaunch& w, int round) {
 struct WgmmaItem {
   int b, h, kv_head;
   int row0;         // first query
-  int first, last;  // keys that some of its queries may see
+  int split;
+  int first, last;  // keys that some of its queries may see, and that belong to its split
 };
 
 // Rounds of items until this block's part of the list ends; visit(item, band) for each.
-template <int kBlockM, class Visit>
+template <class Tile, class Visit>
 __device__ __forceinline__ void for_each_item(const WgmmaLaunch& w, Visit visit) {
+  constexpr int kBlockM = Tile::kBlockM;
   const unsigned tiles = static_cast<unsigned>(w.a.tiles), heads = static_cast<unsigned>(w.a.p.heads);
   const int rows = static_cast<int>(w.a.p.q_len);
   for (int round = 0; round * static_cast<int>(gridDim.x) < w.items; ++round) {
+    if constexpr (Tile::kSplit) {
+      const unsigned index = static_cast<unsigned>(round) * gridDim.x + blockIdx.x;
+      if (index >= static_cast<unsigned>(w.items)) return;
+      const unsigned splits = static_cast<unsigned>(w.a.splits), kv_heads = static_cast<unsigned>(w.a.p.kv_heads);
+      const unsigned head = index / splits;
+      WgmmaItem item;
+      item.split = static_cast<int>(index - head * splits);
+      item.b = static_cast<int>(head / kv_heads);
+      item.kv_head = static_cast<int>(head % kv_heads);
+      item.h = item.kv_head * w.a.group;
+      item.row0 = 0;
+      const KeyBand band = key_band(w.a.p, item.b);
+      const int first = band.first(0), last = band.last(rows - 1);
+      const int tiles_n = max(0, last - first + Tile::kBlockN - 1) / Tile::kBlockN;
+      const int part = (tiles_n + w.a.splits - 1) / w.a.splits * Tile::kBlockN;
+      item.first = min(last, first + item.split * part);
+      item.last = min(last, item.first + part);
+      visit(item, band);
+      continue;
+    }
     const int index = wgmma_item(w, round);
     if (index < 0) continue;
     const unsigned head = static_cast<unsigned>(index) / tiles;
@@ -111,6 +146,7 @@ __device__ __forceinline__ void for_each_item(const WgmmaLaunch& w, Visit visit)
     WgmmaItem item;
     item.b = static_cast<int>(head / heads);
     item.h = static_cast<int>(head % heads);
+    item.split = 0;
     item.kv_head = static_cast<int>(static_cast<unsigned>(item.h) / static_cast<unsigned>(w.a.group));
     item.row0 = static_cast<int>(tile) * kBlockM;
     const KeyBand band = key_band(w.a.p, item.b);
@@ -265,6 +301,13 @@ __global__ void __launch_bounds__(Tile::kThreads, 1) attention_wgmma_kernel(cons
   const int lane_idx = static_cast<int>(threadIdx.x) % 32;
   const bool keys_mask = Tile::kScores && w.mask_tiles == MaskTiles::kKeys;
   const bool rows_mask = Tile::kScores && (w.mask_tiles == MaskTiles::kRows16 || w.mask_tiles == MaskTiles::kRowsBool);
+  if constexpr (Tile::kSplit) {
+    // Rows that no copy fills, so that their products are harmless.
+    for (int i = static_cast<int>(threadIdx.x); i < Tile::kBytesQ / 16; i += Tile::kThreads) {
+      *reinterpret_cast<uint4*>(smem_unaligned + (sQ - smem_address(smem_unaligned)) + i * 16) = make_uint4(0, 0, 0, 0);
+    }
+    fence_async_proxy();
+  }
   if (threadIdx.x == 0) {
     mbarrier_init(barriers.q_full(), 1);
     mbarrier_init(barriers.q_empty(), 4 * Tile::kConsumers);
@@ -281,19 +324,19 @@ __global__ void __launch_bounds__(Tile::kThreads, 1) attention_wgmma_kernel(cons
   __syncthreads();
 
   if (warp_idx < 4) {
-    registers_decrease<Tile::kProducerRegisters>();
+    take_producer_registers<Tile>();
     if (warp_idx == 0 && lane_idx == 0) {
       tma_prefetch(&w.q);
       tma_prefetch(&w.k);
       tma_prefetch(&w.v);
       PipelineState<kStages> state;
       uint32_t q_parity = 0;
-      for_each_item<kBlockM>(w, [&](const WgmmaItem& tile, const KeyBand&) {
+      for_each_item<Tile>(w, [&](const WgmmaItem& tile, const KeyBand&) {
         if (tile.first >= tile.last) return;
         const int h = tile.h, b = tile.b, kv_head = tile.kv_head;
         mbarrier_wait(barriers.q_empty(), q_parity ^ 1);
         q_parity ^= 1;
-        mbarrier_arrive_expect(barriers.q_full(), Tile::kBytesQ);
+        mbarrier_arrive_expect(barriers.q_full(), w.q_bytes);
 #pragma unroll
         for (int block = 0; block < Tile::kDimBlocks; ++block) {
           tma_load_4d(sQ + block * kBlockM * 128, &w.q, barriers.q_full(), block * 64, tile.row0, h, b);
@@ -329,7 +372,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 1) attention_wgmma_kernel(cons
       });
     } else if (keys_mask && warp_idx == 1) {
       PipelineState<kStages> state;
-      for_each_item<kBlockM>(w, [&](const WgmmaItem& tile, const KeyBand& band) {
+      for_each_item<Tile>(w, [&](const WgmmaItem& tile, const KeyBand& band) {
         const int64_t row = mask_row_offset(p, tile.b, tile.h, 0);
         for (int j0 = tile.first; j0 < tile.last; j0 += kBlockN) {
           float values[kBlockN / 32];
@@ -353,7 +396,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 1) attention_wgmma_kernel(cons
     return;
   }
 
-  registers_increase<Tile::kConsumerRegisters>();
+  take_consumer_registers<Tile>();
   const int consumer_idx = warp_idx / 4 - 1;
   const int g = lane_idx / 4, t = lane_idx % 4;
   const int warp_row = consumer_idx * 64 + warp_idx % 4 * 16;  // in the tile
@@ -392,7 +435,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 1) attention_wgmma_kernel(cons
   const int rows = static_cast<int>(p.q_len);
   PipelineState<kStages> k_state, v_state;  // mask tiles go with k
   uint32_t q_parity = 0;
-  for_each_item<kBlockM>(w, [&](const WgmmaItem& tile, const KeyBand& band) {
+  for_each_item<Tile>(w, [&](const WgmmaItem& tile, const KeyBand& band) {
     const int row0 = tile.row0 + warp_row + g;  // rows row0 and row0 + 8 of this thread
     softmax.reset();
 #pragma unroll
@@ -400,14 +443,15 @@ __global__ void __launch_bounds__(Tile::kThreads, 1) attention_wgmma_kernel(cons
 
     if (tile.first < tile.last) {
       // Tiles within [all_first, all_last) are seen whole by every row of this warp: only the others need a check of each score.
-      const int all_first = band.first(min(tile.row0 + warp_row + 15, rows - 1));
-      const int all_last = band.last(min(tile.row0 + warp_row, rows - 1));
+      const int all_first = band.first(Tile::kSplit ? rows - 1 : min(tile.row0 + warp_row + 15, rows - 1));
+      const int all_last = Tile::kSplit ? min(band.last(0), tile.last) : band.last(min(tile.row0 + warp_row, rows - 1));
       int first[2], last[2];
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const int i = min(row0 + 8 * half, rows - 1);
+        const int r = row0 + 8 * half;
+        const int i = Tile::kSplit ? static_cast<int>(static_cast<unsigned>(r) % static_cast<unsigned>(rows)) : min(r, rows - 1);
         first[half] = band.first(i) - 2 * t;
-        last[half] = band.last(i) - 2 * t;
+        last[half] = min(band.last(i), tile.last) - 2 * t;
       }
 
       // Scores of the tile at j0 to weights. `stage` is that of its mask.
@@ -435,6 +479,10 @@ __global__ void __launch_bounds__(Tile::kThreads, 1) attention_wgmma_kernel(cons
                 const float2 m = load_shared_float2(values + n * 32);
 #pragma unroll
                 for (int half = 0; half < 2; ++half) {
+                  if constexpr (Tile::kSplit) {  // the merge takes no NaN from keys that have no weight
+                    if (m.x == -INFINITY) s[4 * n + 2 * half] = 0.0F;
+                    if (m.y == -INFINITY) s[4 * n + 2 * half + 1] = 0.0F;
+                  }
                   s[4 * n + 2 * half] = fmaf(s[4 * n + 2 * half], factor, m.x);
                   s[4 * n + 2 * half + 1] = fmaf(s[4 * n + 2 * half + 1], factor, m.y);
                 }
@@ -546,6 +594,26 @@ __global__ void __launch_bounds__(Tile::kThreads, 1) attention_wgmma_kernel(cons
       v_state.advance();
     }
 
+    // Epilogue of a split: y and the softmax's state, to be merged.
+    if constexpr (Tile::kSplit) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int r = row0 + 8 * half;
+        const float sum = warp_sum<4>(softmax.sum[half]);
+        if (r >= rows * w.a.group) continue;
+        const int64_t slot = ((static_cast<int64_t>(tile.b) * p.heads + tile.h) * rows + r) * w.a.splits + tile.split;
+        // In log2 units, but finite where it is: a row masked with the lowest number throughout is the mean of v.
+        const float max = softmax.max[half] == -INFINITY ? -INFINITY : fmaxf(softmax.max[half] * kLog2e, -FLT_MAX);
+        if (t == 0) w.a.partial_ms[slot] = make_float2(max, sum);
+        float* const part = w.a.partial_y + slot * p.v_head_dim + 2 * t;
+#pragma unroll
+        for (int n = 0; n < kDim / 8; ++n) {
+          if (n * 8 < p.v_head_dim) *reinterpret_cast<float2*>(part + n * 8) = make_float2(acc[4 * n + 2 * half], acc[4 * n + 2 * half + 1]);
+        }
+      }
+      return;
+    }
+
     // Epilogue: y goes out of the registers in 16-byte chunks, four of a row at a time.
     unsigned spoilt[2];
     T* const y = static_cast<T*>(p.y) + tile.b * p.y_strides.batch + tile.h * p.y_strides.head;
@@ -608,6 +676,22 @@ bool mask_allows_tma(const AttentionParams& p) {
   return p.mask_stride_key == 1 && is_aligned(p.mask, 16) && strides * size % 16 == 0;
 }
 
+// Parts into which the keys of a split launch are cut: what gives the shortest longest list of tiles to a multiprocessor, if
+// an item costs one tile and a half more than its tiles.
+int wgmma_splits(const AttentionParams& p, const DeviceInfo& device, int64_t block_n) {
+  const int64_t tiles = ceil_div(p.total_len(), block_n), heads = p.batch * p.kv_heads;
+  int best = 2;
+  int64_t best_cost = INT64_MAX;
+  for (int splits = 2; splits <= 128 && splits <= std::max<int64_t>(tiles, 2); ++splits) {
+    const int64_t cost = ceil_div(heads * splits, device.sm_count) * (2 * ceil_div(tiles, splits) + 3);
+    if (cost < best_cost) {
+      best_cost = cost;
+      best = splits;
+    }
+  }
+  return best;
+}
+
 template <class Tile>
 Status launch_wgmma_tile(const AttentionParams& params, const ExecContext& context) {
   WgmmaLaunch w;
@@ -616,6 +700,12 @@ Status launch_wgmma_tile(const AttentionParams& params, const ExecContext& conte
   w.a = make_attention_launch(p);
   w.a.tiles = ceil_div(p.q_len, Tile::kBlockM);
   w.items = static_cast<int>(w.a.tiles * p.heads * p.batch);
+  w.q_bytes = Tile::kBytesQ;
+  if constexpr (Tile::kSplit) {
+    ORTPLUGINS_RETURN_IF_ERROR(split_launch(wgmma_splits(p, *context.device, Tile::kBlockN), context, &w.a));
+    w.items = static_cast<int>(p.batch * p.kv_heads * w.a.splits);
+    w.q_bytes = Tile::kDimBlocks * static_cast<int>(p.q_len) * w.a.group * 128;
+  }
   w.scores = p.softcap != 0.0F || !(p.scale > 0.0F);
   // Keys and values of a head, shared by a group; half of L2, as q, y and masks pass through it too.
   const int64_t head_bytes = p.total_len() * (p.head_dim + p.v_head_dim) * 2 / w.a.group;
@@ -625,15 +715,16 @@ Status launch_wgmma_tile(const AttentionParams& params, const ExecContext& conte
   return dispatch_half(p.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
     const auto encode = [&](CUtensorMap* map, const void* base, int64_t dim, int64_t len, int64_t tensor_heads, const AttentionStrides& s,
-                            int rows) {
+                            int rows, int box_heads) {
       const int64_t dims[4] = {dim, len, tensor_heads, p.batch};
       const int64_t strides[4] = {1, s.seq, s.head, s.batch};
-      const int box[4] = {64, rows, 1, 1};
+      const int box[4] = {64, rows, box_heads, 1};
       return encode_tensor_map(map, static_cast<const T*>(base), 4, dims, strides, box);
     };
-    ORTPLUGINS_RETURN_IF_ERROR(encode(&w.q, p.q, p.head_dim, p.q_len, p.heads, p.q_strides, Tile::kBlockM));
-    ORTPLUGINS_RETURN_IF_ERROR(encode(&w.k, keys.k, p.head_dim, p.total_len(), p.kv_heads, keys.k_strides, Tile::kBlockN));
-    ORTPLUGINS_RETURN_IF_ERROR(encode(&w.v, keys.v, p.v_head_dim, p.total_len(), p.kv_heads, keys.v_strides, Tile::kBlockN));
+    ORTPLUGINS_RETURN_IF_ERROR(encode(&w.q, p.q, p.head_dim, p.q_len, p.heads, p.q_strides,
+                                      Tile::kSplit ? static_cast<int>(p.q_len) : Tile::kBlockM, Tile::kSplit ? w.a.group : 1));
+    ORTPLUGINS_RETURN_IF_ERROR(encode(&w.k, keys.k, p.head_dim, p.total_len(), p.kv_heads, keys.k_strides, Tile::kBlockN, 1));
+    ORTPLUGINS_RETURN_IF_ERROR(encode(&w.v, keys.v, p.v_head_dim, p.total_len(), p.kv_heads, keys.v_strides, Tile::kBlockN, 1));
     if (p.mask_dtype != DType::kNone) {
       if (mask_is_keys(p)) {
         w.mask_tiles = MaskTiles::kKeys;
@@ -672,6 +763,9 @@ Status launch_wgmma(const AttentionParams& params, const ExecContext& context) {
   return plain ? launch_wgmma_tile<Plain>(params, context) : launch_wgmma_tile<Scores>(params, context);
 }
 
+// Smaller heads are padded: the copy engine brings zeros without reading them, and the products are not what limits it.
+using SplitTile = WgmmaTile<128, 128, 1, 2, true, true>;
+
 }  // namespace
 
 bool attention_wgmma_supports(const AttentionParams& p, const DeviceInfo& device, int64_t dim) {
@@ -688,6 +782,26 @@ bool attention_wgmma_supports(const AttentionParams& p, const DeviceInfo& device
   }
   if (p.mask_dtype != DType::kNone && !mask_is_keys(p) && !mask_allows_tma(p)) return false;
   return tensor_map_encoder() != nullptr;
+}
+
+// A key's mask must be the same for all rows of a tile: those of a group of heads.
+bool attention_wgmma_split_supports(const AttentionParams& p, const DeviceInfo& device) {
+  if (p.q_len < 1 || p.q_len > 16 || p.kv_heads < 1 || !attention_wgmma_supports(p, device, 128)) return false;
+  const int64_t group = p.heads / p.kv_heads;
+  return p.q_len * group <= 64 && 
+         (p.mask_dtype == DType::kNone || (mask_is_keys(p) && (p.mask_stride_head == 0 || group == 1)));
+}
+int64_t attention_wgmma_split_workspace(const AttentionParams& params, const DeviceInfo& device) {
+  return SplitWorkspace(params, wgmma_splits(params, device, SplitTile::kBlockN)).bytes;
+}
+Status launch_attention_wgmma_split(const AttentionParams& params, const ExecContext& context) {
+  bool done = false;
+  ORTPLUGINS_RETURN_IF_ERROR(attention_prologue(params, context, &done));
+  if (done) return {};
+  AttentionLaunch a = make_attention_launch(params);
+  ORTPLUGINS_RETURN_IF_ERROR(split_launch(wgmma_splits(params, *context.device, SplitTile::kBlockN), context, &a));
+  ORTPLUGINS_RETURN_IF_ERROR(launch_wgmma_tile<SplitTile>(params, context));
+  return launch_attention_merge(a, context);
 }
 
 // Keys of a tile: as many as registers and shared memory allow, 128 where they allow it. A mask takes shared memory too.
