@@ -66,8 +66,7 @@ Status choose_variant(std::span<const Variant<Params>> table, const Params& para
                       int variant_id, const Variant<Params>** chosen) {
   for (const Variant<Params>& row : table) {
     if (variant_id != 0 && row.id != variant_id) continue;
-    const bool taken = variant_id != 0 || row.suits == nullptr || row.suits(params, device);
-    if (row.device == device.kind && taken && row.supports(params, device)) {
+    if (row.device == device.kind && row.supports(params, device) && (variant_id != 0 || row.suits == nullptr || row.suits(params, device))) {
       *chosen = &row;
       return {};
     }

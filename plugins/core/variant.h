@@ -19,7 +19,8 @@ struct Variant {
   bool (*supports)(const Params& params, const DeviceInfo& device);
   Status (*launch)(const Params& params, const ExecContext& context);
   int64_t (*workspace_bytes)(const Params& params, const DeviceInfo& device) = nullptr;  // null: none
-  // Whether this row is expected to be the fastest of those that follow; a row that is forced need not suit. Null: always.
+  // Of a problem that it supports: whether this row is expected to be the fastest of those that follow. A row that is forced
+  // need not suit. Null: always.
   bool (*suits)(const Params& params, const DeviceInfo& device) = nullptr;
 };
 

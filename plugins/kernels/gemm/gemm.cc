@@ -97,7 +97,9 @@ bool supports_any(const GemmParams&, const DeviceInfo&) { return true; }
 bool supports_cuda(const GemmParams&, const DeviceInfo& device) { return device.sm >= 80; }
 bool supports_half(const GemmParams& p, const DeviceInfo& device) { return device.sm >= 80 && p.dtype != DType::kFloat32; }
 bool supports_float(const GemmParams& p, const DeviceInfo& device) { return device.sm >= 80 && p.dtype == DType::kFloat32; }
-bool suits_split(const GemmParams& p, const DeviceInfo& device) { return gemm_simt_split_parts(p, device) > 1; }
+// Products of up to 64 x 64 would fill a quarter of a tile of 128 x 128.
+bool suits_128(const GemmParams& p, const DeviceInfo&) { return p.m > 64 || p.n > 64; }
+bool suits_split(const GemmParams& p, const DeviceInfo& device) { return suits_128(p, device) && gemm_simt_split_parts(p, device) > 1; }
 // Less exact arithmetic only where the node asks for it.
 bool supports_tf32(const GemmParams& p, const DeviceInfo& device) { return supports_float(p, device) && p.precision == Precision::kTf32; }
 bool supports_tf32x3(const GemmParams& p, const DeviceInfo& device) { return supports_float(p, device) && p.precision == Precision::kTf32x3; }
@@ -138,14 +140,17 @@ double wide_cycles(const GemmParams& p, const DeviceInfo& device, int64_t block_
 }
 // Wide tiles, while half of the multiprocessors or more have one; else 128 x 128, which also splits k. H200, float16, us:
 // 1024 x 2304 x 768 14 and 15, 1024 x 768 x 768 15 and 12, 1024 x 768 x 3072 38 and 21, 4096 x 4096 x 4096 190 and 230.
-bool suits_256(const GemmParams& p, const DeviceInfo& device) {
-  return 4 * tiles(p, 256, 256) >= device.sm_count && wide_cycles(p, device, 256) <= wide_cycles(p, device, 192);
+bool suits_wide(const GemmParams& p, const DeviceInfo& device, int64_t block_n) {
+  return p.m > 128 && p.n > 128 && 4 * tiles(p, 256, block_n) >= device.sm_count;  // small products of a batch would leave most of a tile empty
 }
-bool suits_192(const GemmParams& p, const DeviceInfo& device) { return 4 * tiles(p, 256, 192) >= device.sm_count; }
+bool suits_256(const GemmParams& p, const DeviceInfo& device) {
+  return suits_wide(p, device, 256) && wide_cycles(p, device, 256) <= wide_cycles(p, device, 192);
+}
+bool suits_192(const GemmParams& p, const DeviceInfo& device) { return suits_wide(p, device, 192); }
 // Five launches and the scaling of both operands, against mma.sync at a quarter of the rate: 128 x 768 x 768 31 us and 98 us,
 // 4096 x 4096 x 4096 715 us and 3904 us.
 bool suits_scaled(const GemmParams& p, const DeviceInfo&) {
-  return static_cast<double>(p.m) * static_cast<double>(p.n) * static_cast<double>(p.k) * static_cast<double>(p.batch) >= 1 << 24;
+  return (p.m > 64 || p.n > 64) && static_cast<double>(p.m) * static_cast<double>(p.n) * static_cast<double>(p.k) * static_cast<double>(p.batch) >= 1 << 24;
 }
 #endif
 
@@ -163,8 +168,8 @@ constexpr Variant<GemmParams> kGemmVariants[] = {
     {104, "sm80_tf32_128x128x16_s4", DeviceKind::kCuda, supports_tf32, launch_gemm_sm80_tf32},
     {103, "sm80_tf32x3_128x128x16_s4", DeviceKind::kCuda, supports_tf32x3, launch_gemm_sm80_tf32x3},
     {113, "simt_128x128x8_s4_split", DeviceKind::kCuda, supports_float, launch_gemm_simt_split, gemm_simt_split_workspace_bytes, suits_split},
-    {102, "simt_128x128x8_s4", DeviceKind::kCuda, supports_float, launch_gemm_simt_128x128},
-    {110, "simt_256x128x8_s4", DeviceKind::kCuda, supports_float, launch_gemm_simt_256x128},
+    {102, "simt_128x128x8_s4", DeviceKind::kCuda, supports_float, launch_gemm_simt_128x128, nullptr, suits_128},
+    {110, "simt_256x128x8_s4", DeviceKind::kCuda, supports_float, launch_gemm_simt_256x128, nullptr, suits_128},
     {101, "simt_64x64x16", DeviceKind::kCuda, supports_cuda, launch_gemm_simt_64x64},
 #endif
     {3, "cpu_avx512", DeviceKind::kCpu, supports_avx512, launch_gemm_cpu_avx512},
