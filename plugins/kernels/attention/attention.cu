@@ -303,17 +303,27 @@ __global__ void __launch_bounds__(kMergeThreads) attention_merge_kernel(const __
   if (row >= p.batch * p.heads * p.q_len) return;
   const int64_t query = row % p.q_len, h = row / p.q_len % p.heads, b = row / p.q_len / p.heads;
   const float2* const ms = a.partial_ms + row * a.splits;
+  // Each warp for itself, a lane for each split, so that the loads do not follow each other.
+  __shared__ float s_weight[kMaxSplits];
+  const int lane_idx = static_cast<int>(threadIdx.x) % 32;
   float max = -INFINITY;
-  for (int s = 0; s < a.splits; ++s) max = fmaxf(max, ms[s].x);
-  const float reference = softmax_reference(max);
+  for (int s = lane_idx; s < a.splits; s += 32) max = fmaxf(max, ms[s].x);
+  const float reference = softmax_reference(warp_max(max));
   float sum = 0.0F;
-  for (int s = 0; s < a.splits; ++s) sum += ms[s].y * exp2f(ms[s].x - reference);
+  for (int s = lane_idx; s < a.splits; s += 32) {
+    const float weight = exp2f(ms[s].x - reference);
+    sum += ms[s].y * weight;
+    if (threadIdx.x < 32) s_weight[s] = weight;
+  }
+  sum = warp_sum(sum);
+  __syncthreads();
   T* const y = static_cast<T*>(p.y) + b * p.y_strides.batch + h * p.y_strides.head + query * p.y_strides.seq;
   bool redo = false;
   for (int64_t d = threadIdx.x; d < p.v_head_dim; d += kMergeThreads) {
     const float* const part = a.partial_y + row * a.splits * p.v_head_dim + d;
     float acc = 0.0F;
-    for (int s = 0; s < a.splits; ++s) acc += part[s * p.v_head_dim] * exp2f(ms[s].x - reference);
+#pragma unroll 8
+    for (int s = 0; s < a.splits; ++s) acc += part[s * p.v_head_dim] * s_weight[s];
     redo |= isnan(acc) && sum > 0.0F;
     y[d] = from_float<T>(sum == 0.0F ? 0.0F : acc / sum);
   }

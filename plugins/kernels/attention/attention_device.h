@@ -17,6 +17,7 @@ namespace ortplugins {
 
 // Positions are 32-bit in the kernels, offsets in memory 64-bit.
 constexpr int64_t kMaxAttentionLen = int64_t{1} << 30;
+constexpr int kMaxSplits = 256;
 
 // Flags: every row of the tensor starts at a multiple of 16 bytes and is a multiple of 16 bytes long.
 enum AttentionPacks : int { kPacksQ = 1, kPacksK = 2, kPacksV = 4, kPacksY = 8 };
@@ -283,7 +284,7 @@ inline int choose_splits(const AttentionParams& p, const DeviceInfo& device, int
   const int64_t wanted = ceil_div(static_cast<int64_t>(device.sm_count) * blocks_per_sm, blocks > 0 ? blocks : 1);
   const int64_t most = ceil_div(p.total_len(), min_keys);
   const int64_t splits = wanted < most ? wanted : most;
-  return static_cast<int>(splits < 1 ? 1 : splits < 256 ? splits : 256);
+  return static_cast<int>(splits < 1 ? 1 : splits < kMaxSplits ? splits : kMaxSplits);
 }
 
 }  // namespace ortplugins
