@@ -65,6 +65,11 @@ def variant_params(op: str) -> list[Any]:
     return params
 
 
+def table_params(op: str) -> list[Any]:
+    """As :func:`variant_params`, each row of the table once, for tests that place tensors in memory themselves."""
+    return [p for p in variant_params(op) if p.values[0].name not in RUNTIME_ROWS and not p.values[0].aligned]
+
+
 def numpy_dtype(name: str) -> np.dtype:
     return native.DTYPES[name]
 
@@ -79,6 +84,15 @@ def _guard_value(dtype: np.dtype) -> Any:
     if dtype.kind == "i":
         return np.iinfo(dtype).max
     return np.nan
+
+
+def misaligned(values: np.ndarray, offset: int) -> np.ndarray:
+    """A copy that starts ``offset`` elements past a 64-byte boundary."""
+    buffer = np.zeros(values.size + offset + 64, values.dtype)
+    start = -buffer.ctypes.data % 64 // values.dtype.itemsize + offset
+    out = buffer[start : start + values.size].reshape(values.shape)
+    out[...] = values
+    return out
 
 
 class Guarded:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from kernel_harness import EPSILON, assert_close, numpy_dtype, random_tensor, run_variant, variant_params
+from kernel_harness import EPSILON, assert_close, misaligned, numpy_dtype, random_tensor, run_variant, table_params, variant_params
 from onnx import helper
 from ort_models import make_model, make_session, run_model, run_op, value_info
 from reference import layer_norm_reference
@@ -15,20 +15,10 @@ OP = "FusedLayerNorm"
 NORMS = ("layer_norm", "rms_norm")
 DTYPES = ops.FLOAT_TYPES
 VARIANTS = variant_params(OP)
-TABLE_ROWS = [p for p in VARIANTS if p.values[0] in native.variants(OP)]
 
 
 def tensors(rng: np.random.Generator, shapes, dtype: str = "float32") -> list[np.ndarray | None]:
     return [None if s is None else random_tensor(rng, s, dtype) for s in shapes]
-
-
-def misaligned(values: np.ndarray, offset: int) -> np.ndarray:
-    """A copy that starts ``offset`` elements past a 64-byte boundary."""
-    buffer = np.zeros(values.size + offset + 64, values.dtype)
-    start = -buffer.ctypes.data % 64 // values.dtype.itemsize + offset
-    out = buffer[start : start + values.size].reshape(values.shape)
-    out[...] = values
-    return out
 
 
 ULPS = {"cpu": 4.0, "cuda": 16.0}
@@ -105,7 +95,7 @@ def test_y_is_the_norm_of_the_written_sum(variant, dtype, cols):
 @pytest.mark.parametrize("offset", range(8))
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("cols", (64, 769, 5000))
-@pytest.mark.parametrize("variant", TABLE_ROWS)
+@pytest.mark.parametrize("variant", table_params(OP))
 def test_alignment(variant, cols, dtype, offset):
     """Every tensor at another distance from a 64-byte boundary; all at one boundary where the offset is 0."""
     values = tensors(np.random.default_rng(offset), [(5, cols), (5, cols), (cols,), (cols,), (cols,)], dtype)

@@ -16,9 +16,11 @@ from kernel_harness import (
     EPSILON,
     assert_close,
     for_each_dtype,
+    misaligned,
     numpy_dtype,
     random_tensor,
     run_variant,
+    table_params,
     variant_params,
 )
 from ortplugins import native, ops
@@ -140,6 +142,7 @@ CONTIGUOUS = [
             20011,
         )
     ),
+    *(Case(f"cols_{n}", (2, n)) for n in (32767, 70001, 131072)),
     Case("rank_1", (37,)),
     Case("rank_5", (2, 1, 3, 2, 29)),
     Case("many_rows", (1031, 33)),
@@ -164,6 +167,7 @@ MASKED = [
         (2, 3, 5, 37),
         [(37,), (5, 37), (5, 1), (2, 1, 1, 37), (1, 3, 1, 37), (2, 3, 5, 37), (2, 1, 5, 1), (1,), ()],
     ),
+    *masked("longest", (2, 66001), [(66001,), (2, 1)]),
     *masked("long", (2, 3, 4501), [(4501,), (3, 4501), (2, 1, 4501), (3, 1)]),
     *masked(
         "axis1",
@@ -205,6 +209,11 @@ VALUES = [
     Case("huge", (5, 77), spoil=huge),
     Case("huge_axis_0", (77, 20), {"axis": 0}, spoil=huge),
     Case("huge_long", (2, 5001), spoil=huge),
+    # All equal and huge after scaling: 0.7 and 1/sqrt(128) round, and so do their products
+    *(
+        Case(f"huge_scale_{scale}_{n}", (2, n), {"scale": scale}, spoil=fill(-3.0e4))
+        for scale in (0.7, -0.08838835) for n in (77, 5000, 40000)
+    ),
     Case("wide_range", (5, 333), std=40.0),
     Case("subnormal", (5, 77), spoil=subnormal),
     *(
@@ -237,6 +246,7 @@ LOG_NAMES = (
     "cols_1025",
     "cols_4097",
     "cols_20011",
+    "cols_70001",
     "axis_0",
     "axis_2",
     "inner_5",
@@ -272,6 +282,7 @@ SMALL = {
             "cols_1025",
             "cols_4097",
             "cols_20011",
+            "cols_70001",
             "many_rows",
             "axis_1",
             "inner_5",
@@ -282,6 +293,7 @@ SMALL = {
             "log_cols_1025",
         )
     },
+    "test_alignment": {"cols": (31, 1000, 70000), "mask_kind": ("none", "bool"), "offsets": ((0, 0, 0), (5, 2, 0))},
 }
 """What runs under compute-sanitizer: every kernel, with tails."""
 
@@ -330,6 +342,33 @@ def test_softmax(case: Case, variant: native.VariantInfo) -> None:
         assert_close(y, expected.y, bound)
 
     for_each_dtype(case.dtypes, check)
+
+
+@pytest.mark.parametrize(
+    "offsets",
+    [(0, 0, 0), (1, 1, 1), (3, 3, 0), (0, 1, 2), (5, 2, 0), (7, 7, 3)],
+    ids=lambda offsets: "_".join(map(str, offsets)),
+)
+@pytest.mark.parametrize("mask_kind", ["none", "bool", "add"])
+@pytest.mark.parametrize("cols", (24, 31, 256, 1000, 1027, 5000, 70000))
+@pytest.mark.parametrize("variant", table_params(OP))
+def test_alignment(
+    variant: native.VariantInfo, cols: int, mask_kind: str, offsets: tuple[int, int, int]
+) -> None:
+    """x, y and the mask at elements ``offsets`` past a 64-byte boundary; rows of some lengths keep that, others move on."""
+    case = Case(f"alignment_{cols}", (3, cols), mask=None if mask_kind == "none" else (cols,), mask_kind=mask_kind)
+
+    def check(dtype: str) -> None:
+        inputs = [misaligned(t, offset) for t, offset in zip(case.inputs(dtype), offsets[::2])]
+        y = misaligned(np.zeros((3, cols), numpy_dtype(dtype)), offsets[1])
+        try:
+            native.run(OP, inputs, outputs=[y], variant=variant.name, device=variant.device)
+        except NotImplementedError as refusal:
+            pytest.skip(f"{variant.name} leaves this to another variant: {refusal}")
+        expected = softmax_reference(inputs)
+        assert_close(y, expected.y, bound_of(inputs, {}, expected))
+
+    for_each_dtype(ops.FLOAT_TYPES, check)
 
 
 @pytest.mark.parametrize("variant", variant_params(OP))

@@ -33,4 +33,19 @@ __device__ __forceinline__ void cp_async_wait() {
   asm volatile("cp.async.wait_group %0;\n" ::"n"(kPending) : "memory");
 }
 
+// As cp_async_wait, for a number known only at run time; waits for more than asked if `pending` is over 8.
+__device__ __forceinline__ void cp_async_wait_at_most(int pending) {
+  switch (pending) {
+    case 0: return cp_async_wait<0>();
+    case 1: return cp_async_wait<1>();
+    case 2: return cp_async_wait<2>();
+    case 3: return cp_async_wait<3>();
+    case 4: return cp_async_wait<4>();
+    case 5: return cp_async_wait<5>();
+    case 6: return cp_async_wait<6>();
+    case 7: return cp_async_wait<7>();
+    default: return cp_async_wait<8>();
+  }
+}
+
 }  // namespace ortplugins

@@ -8,6 +8,7 @@
 #include <atomic>
 #include <cstdint>
 #include <type_traits>
+#include <utility>
 
 #include "core/device.h"
 #include "core/dtype.h"
@@ -73,34 +74,46 @@ class SmemLimit {
   std::atomic<uint64_t> raised_{0};  // bit i: device i; two threads that race do the same thing twice
 };
 
+struct LaunchOptions {
+  unsigned cluster = 1;   // neighbouring blocks of grid.x that form a cluster (sm_90)
+  bool overlaps = false;  // may start early: the kernel calls wait_for_previous_kernel() (device/dependent_launch.h)
+};
+
 // Launches kernel(args...) on the caller's stream. `what` names the kernel in an error.
 template <class... KernelArgs, class... Args>
-Status launch(const char* what, void (*kernel)(KernelArgs...), dim3 grid, dim3 block, size_t smem_bytes,
-              const ExecContext& context, Args&&... args) {
+Status launch_with(const LaunchOptions& options, const char* what, void (*kernel)(KernelArgs...), dim3 grid, dim3 block,
+                   size_t smem_bytes, const ExecContext& context, Args&&... args) {
   cudaLaunchConfig_t config = {};
   config.gridDim = grid;
   config.blockDim = block;
   config.dynamicSmemBytes = smem_bytes;
   config.stream = static_cast<cudaStream_t>(context.stream);
+  cudaLaunchAttribute attributes[2] = {};
+  config.attrs = attributes;
+  if (options.cluster > 1) {
+    cudaLaunchAttribute& cluster = attributes[config.numAttrs++];
+    cluster.id = cudaLaunchAttributeClusterDimension;
+    cluster.val.clusterDim = {options.cluster, 1, 1};
+  }
+  if (options.overlaps && context.device->sm >= 90) {
+    cudaLaunchAttribute& overlaps = attributes[config.numAttrs++];
+    overlaps.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    overlaps.val.programmaticStreamSerializationAllowed = 1;
+  }
   return status_of(cudaLaunchKernelEx(&config, kernel, static_cast<KernelArgs>(args)...), what);
+}
+
+template <class... KernelArgs, class... Args>
+Status launch(const char* what, void (*kernel)(KernelArgs...), dim3 grid, dim3 block, size_t smem_bytes,
+              const ExecContext& context, Args&&... args) {
+  return launch_with({}, what, kernel, grid, block, smem_bytes, context, std::forward<Args>(args)...);
 }
 
 // As `launch`, with `cluster` (up to 8) neighbouring blocks of x in a cluster.
 template <class... KernelArgs, class... Args>
-Status launch_cluster(const char* what, void (*kernel)(KernelArgs...), dim3 grid, dim3 block, size_t smem_bytes, unsigned cluster,
-                      const ExecContext& context, Args&&... args) {
-  cudaLaunchAttribute attribute = {};
-  attribute.id = cudaLaunchAttributeClusterDimension;
-  attribute.val.clusterDim.x = cluster;
-  attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
-  cudaLaunchConfig_t config = {};
-  config.gridDim = grid;
-  config.blockDim = block;
-  config.dynamicSmemBytes = smem_bytes;
-  config.stream = static_cast<cudaStream_t>(context.stream);
-  config.attrs = &attribute;
-  config.numAttrs = 1;
-  return status_of(cudaLaunchKernelEx(&config, kernel, static_cast<KernelArgs>(args)...), what);
+Status launch_cluster(const char* what, void (*kernel)(KernelArgs...), dim3 grid, dim3 block, size_t smem_bytes,
+                      unsigned cluster, const ExecContext& context, Args&&... args) {
+  return launch_with({cluster}, what, kernel, grid, block, smem_bytes, context, std::forward<Args>(args)...);
 }
 
 // A grid dimension for `count` work items that a kernel walks with a grid-stride loop.

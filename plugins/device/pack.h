@@ -15,11 +15,17 @@ __device__ __forceinline__ float to_float(__nv_bfloat16 v) { return __bfloat162f
 template <class T>
 __device__ __forceinline__ T from_float(float v);
 template <>
-__device__ __forceinline__ float from_float<float>(float v) { return v; }
+__device__ __forceinline__ float from_float<float>(float v) {
+  return v;
+}
 template <>
-__device__ __forceinline__ __half from_float<__half>(float v) { return __float2half_rn(v); }
+__device__ __forceinline__ __half from_float<__half>(float v) {
+  return __float2half_rn(v);
+}
 template <>
-__device__ __forceinline__ __nv_bfloat16 from_float<__nv_bfloat16>(float v) { return __float2bfloat16_rn(v); }
+__device__ __forceinline__ __nv_bfloat16 from_float<__nv_bfloat16>(float v) {
+  return __float2bfloat16_rn(v);
+}
 
 // Two floats as one 32-bit register of 16-bit elements, `lo` at the lower address.
 template <class T>
@@ -82,6 +88,93 @@ __device__ __forceinline__ void store_pack_streaming(T* p, const Pack<T>& pack) 
   __stcs(reinterpret_cast<uint4*>(p), *reinterpret_cast<const uint4*>(&pack));
 }
 
+// A pack as floats, and floats rounded to a pack; 16-bit elements two at a time.
+__device__ __forceinline__ void unpack(const Pack<float>& pack, float (&v)[4]) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i) v[i] = pack.v[i];
+}
+__device__ __forceinline__ void unpack(const Pack<__half>& pack, float (&v)[8]) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const float2 pair = __half22float2(reinterpret_cast<const __half2*>(&pack)[i]);
+    v[2 * i] = pair.x;
+    v[2 * i + 1] = pair.y;
+  }
+}
+__device__ __forceinline__ void unpack(const Pack<__nv_bfloat16>& pack, float (&v)[8]) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const uint32_t pair = reinterpret_cast<const uint32_t*>(&pack)[i];
+    v[2 * i] = __uint_as_float(pair << 16);
+    v[2 * i + 1] = __uint_as_float(pair & 0xffff0000U);
+  }
+}
+template <class T>
+__device__ __forceinline__ Pack<T> pack_floats(const float (&v)[kPackSize<T>]) {
+  Pack<T> pack;
+  if constexpr (sizeof(T) == 4) {
+#pragma unroll
+    for (int i = 0; i < kPackSize<T>; ++i) pack.v[i] = v[i];
+  } else {
+    uint32_t* const words = reinterpret_cast<uint32_t*>(&pack);
+#pragma unroll
+    for (int i = 0; i < kPackSize<T> / 2; ++i) words[i] = pack_half2<T>(v[2 * i], v[2 * i + 1]);
+  }
+  return pack;
+}
+
+template <class T>
+__device__ __forceinline__ Pack<T> filled_pack(T value) {
+  Pack<T> pack;
+#pragma unroll
+  for (int i = 0; i < kPackSize<T>; ++i) pack.v[i] = value;
+  return pack;
+}
+
+// Element by element, 16-bit ones two at a time. A NaN loses against a number.
+__device__ __forceinline__ Pack<float> pack_max(const Pack<float>& a, const Pack<float>& b) {
+  Pack<float> r;
+#pragma unroll
+  for (int i = 0; i < kPackSize<float>; ++i) r.v[i] = fmaxf(a.v[i], b.v[i]);
+  return r;
+}
+template <class Pair, class T>
+__device__ __forceinline__ Pack<T> pack_max_pairs(const Pack<T>& a, const Pack<T>& b) {
+  Pack<T> r;
+#pragma unroll
+  for (int i = 0; i < kPackSize<T> / 2; ++i) {
+    reinterpret_cast<Pair*>(&r)[i] =
+        __hmax2(reinterpret_cast<const Pair*>(&a)[i], reinterpret_cast<const Pair*>(&b)[i]);
+  }
+  return r;
+}
+__device__ __forceinline__ Pack<__half> pack_max(const Pack<__half>& a, const Pack<__half>& b) {
+  return pack_max_pairs<__half2>(a, b);
+}
+__device__ __forceinline__ Pack<__nv_bfloat16> pack_max(const Pack<__nv_bfloat16>& a, const Pack<__nv_bfloat16>& b) {
+  return pack_max_pairs<__nv_bfloat162>(a, b);
+}
+// The largest element.
+__device__ __forceinline__ float largest(const Pack<float>& p) {
+  return fmaxf(fmaxf(p.v[0], p.v[1]), fmaxf(p.v[2], p.v[3]));
+}
+template <class Pair, class T>
+__device__ __forceinline__ float largest_of_pairs(const Pack<T>& p) {
+  const Pair* const pairs = reinterpret_cast<const Pair*>(&p);
+  const Pair top = __hmax2(__hmax2(pairs[0], pairs[1]), __hmax2(pairs[2], pairs[3]));
+  return fmaxf(to_float(top.x), to_float(top.y));
+}
+__device__ __forceinline__ float largest(const Pack<__half>& p) { return largest_of_pairs<__half2>(p); }
+__device__ __forceinline__ float largest(const Pack<__nv_bfloat16>& p) { return largest_of_pairs<__nv_bfloat162>(p); }
+
+// All elements with the other sign.
+template <class T>
+__device__ __forceinline__ void negate(Pack<T>& pack) {
+  uint32_t* const words = reinterpret_cast<uint32_t*>(&pack);
+#pragma unroll
+  for (int i = 0; i < 4; ++i) words[i] ^= sizeof(T) == 4 ? 0x80000000U : 0x80008000U;
+}
+
 // Elements [begin, end) of a pack at `p`, of any alignment; the others of a loaded pack are `fill`.
 template <class T>
 __device__ __forceinline__ Pack<T> load_pack_guarded(const T* p, int begin, int end, T fill) {
@@ -98,8 +191,9 @@ __device__ __forceinline__ void store_pack_guarded(T* p, const Pack<T>& pack, in
   }
 }
 
-// Elements by which `p` lies past a 16-byte boundary, 0 to kPackSize - 1. A row that starts there is walked in packs from
-// the boundary on: the first and the last pack are guarded, all others are aligned, whatever the row's own alignment.
+// Elements by which `p` lies past a 16-byte boundary, 0 to kPackSize - 1. A row that starts there is walked in packs
+// from the boundary on: the first and the last pack are guarded, all others are aligned, whatever the row's own
+// alignment.
 template <class T>
 __host__ __device__ __forceinline__ int pack_shift(const T* p) {
   return static_cast<int>((reinterpret_cast<uintptr_t>(p) & (kPackBytes - 1)) / sizeof(T));

@@ -45,6 +45,16 @@ __device__ __forceinline__ float block_reduce(float v, float* scratch, Op op) {
   return v;
 }
 
+// As block_reduce with one barrier less: `scratch` must not be written again before all threads have passed another barrier.
+template <class Op>
+__device__ __forceinline__ float block_reduce_once(float v, float* scratch, Op op) {
+  const int lane_idx = static_cast<int>(threadIdx.x) % 32, warp_idx = static_cast<int>(threadIdx.x) / 32;
+  v = warp_reduce(v, op);
+  if (lane_idx == 0) scratch[warp_idx] = v;
+  __syncthreads();
+  return warp_reduce(lane_idx < static_cast<int>(blockDim.x) / 32 ? scratch[lane_idx] : Op::kIdentity, op);
+}
+
 // max(v) and sum(exp(v - max)) of the values seen so far; -inf and 0 before the first.
 struct MaxSum {
   float max = -INFINITY;
@@ -69,11 +79,13 @@ __device__ __forceinline__ MaxSum warp_merge(MaxSum v) {
   return {max, sum};
 }
 
-// As block_reduce, of the pair.
-__device__ __forceinline__ MaxSum block_merge(MaxSum v, float* scratch) {
-  const float max = block_reduce(v.max, scratch, MaxOp{});
-  const float sum = block_reduce(v.sum * exp_approx(v.max - softmax_reference(max)), scratch, SumOp{});
-  return {max, sum};
+// As block_reduce_once, of the pair.
+__device__ __forceinline__ MaxSum block_merge_once(MaxSum v, MaxSum* scratch) {
+  const int lane_idx = static_cast<int>(threadIdx.x) % 32, warp_idx = static_cast<int>(threadIdx.x) / 32;
+  v = warp_merge(v);
+  if (lane_idx == 0) scratch[warp_idx] = v;
+  __syncthreads();
+  return warp_merge(lane_idx < static_cast<int>(blockDim.x) / 32 ? scratch[lane_idx] : MaxSum{});
 }
 
 }  // namespace ortplugins

@@ -81,8 +81,10 @@ bool supports_warp_per_row(const LayerNormParams& p, const DeviceInfo& device) {
   return device.sm >= 80 &&
          layer_norm_row_packs(p) * 16 <= kLayerNormWarpElements * static_cast<int64_t>(size_of(p.dtype));
 }
+// Rows of 64 packs or fewer, of half types 128, are faster with a warp each.
 bool supports_block_registers(const LayerNormParams& p, const DeviceInfo& device) {
-  return device.sm >= 80 && layer_norm_row_packs(p) <= kLayerNormBlockPacks && layer_norm_aligned(p);
+  return device.sm >= 80 && layer_norm_row_packs(p) > (p.dtype == DType::kFloat32 ? 64 : 128) &&
+         p.cols <= kLayerNormBlockElements && layer_norm_aligned(p) && p.rows <= 0x7fffffff;
 }
 bool supports_block_shared(const LayerNormParams& p, const DeviceInfo& device) {
   return device.sm >= 80 && layer_norm_row_packs(p) * 16 <= layer_norm_shared_bytes(device);
@@ -91,8 +93,8 @@ bool supports_block_shared(const LayerNormParams& p, const DeviceInfo& device) {
 
 constexpr Variant<LayerNormParams> kLayerNormVariants[] = {
 #if ORTPLUGINS_WITH_CUDA
-    {104, "warp_per_row", DeviceKind::kCuda, supports_warp_per_row, launch_layer_norm_warp_per_row},
     {103, "block_registers", DeviceKind::kCuda, supports_block_registers, launch_layer_norm_block_registers},
+    {104, "warp_per_row", DeviceKind::kCuda, supports_warp_per_row, launch_layer_norm_warp_per_row},
     {102, "block_shared", DeviceKind::kCuda, supports_block_shared, launch_layer_norm_block_shared},
     {101, "block_reread", DeviceKind::kCuda, supports_block_reread, launch_layer_norm_block_reread},
 #endif

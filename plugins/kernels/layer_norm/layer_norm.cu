@@ -15,6 +15,7 @@
 // exact, so that a large mean costs no accuracy, and a row of equal values has deviations of exactly 0. The variance
 // takes a second pass over the kept row, for E[s^2] - E[s]^2 would cancel.
 #include "core/device.h"
+#include "device/dependent_launch.h"
 #include "device/dispatch.h"
 #include "device/pack.h"
 #include "device/reduce.h"
@@ -91,20 +92,19 @@ struct NormRow {
 
   // x becomes s; `residual` is looked at only if there is one.
   __device__ __forceinline__ void add(Pack<T>& x, const Pack<T>& residual, Index pack_idx) const {
-    float s[kSize];
-#pragma unroll
-    for (int i = 0; i < kSize; ++i) s[i] = to_float(x.v[i]);
+    float s[kSize], v[kSize];
+    unpack(x, s);
     if (p.bias != nullptr) {
-      const Pack<T> bias = load(p.bias, 0, pack_idx);
+      unpack(load(p.bias, 0, pack_idx), v);
 #pragma unroll
-      for (int i = 0; i < kSize; ++i) s[i] += to_float(bias.v[i]);
+      for (int i = 0; i < kSize; ++i) s[i] += v[i];
     }
     if (p.residual != nullptr) {
+      unpack(residual, v);
 #pragma unroll
-      for (int i = 0; i < kSize; ++i) s[i] += to_float(residual.v[i]);
+      for (int i = 0; i < kSize; ++i) s[i] += v[i];
     }
-#pragma unroll
-    for (int i = 0; i < kSize; ++i) x.v[i] = from_float<T>(s[i]);
+    x = pack_floats<T>(s);
   }
 
   // Sum of term(s) over the elements that belong to the row.
@@ -112,47 +112,51 @@ struct NormRow {
   __device__ __forceinline__ float accumulate(const Pack<T>& s, Index pack_idx, const Term& term) const {
     const Index first = first_col(pack_idx);
     const int from = begin(first), to = end(first);
-    float total = 0.0F;
-    if (to - from == kSize) {
-#pragma unroll
-      for (int i = 0; i < kSize; ++i) total += term(to_float(s.v[i]));
-      return total;
-    }
-    if (kAligned) return total;
+    if (kAligned && to == 0) return 0.0F;
+    float v[kSize], total[2] = {};
+    unpack(s, v);
 #pragma unroll
     for (int i = 0; i < kSize; ++i) {
-      if (i >= from && i < to) total += term(to_float(s.v[i]));
+      if (kAligned || (i >= from && i < to)) total[i % 2] += term(v[i]);
     }
-    return total;
+    return total[0] + total[1];
   }
 
+  // What the packs of y are made with; gamma and beta are looked at only if there are such.
+  __device__ __forceinline__ void load_affine(Pack<T>* gamma, Pack<T>* beta, Index pack_idx) const {
+    if (p.gamma != nullptr) *gamma = load(p.gamma, 0, pack_idx);
+    if (p.beta != nullptr) *beta = load(p.beta, 0, pack_idx);
+  }
   // Writes y of a pack.
-  __device__ __forceinline__ void normalize(const Pack<T>& s, Index pack_idx, const SplitMean& mean, float rstd) const {
-    float v[kSize];
+  __device__ __forceinline__ void normalize(const Pack<T>& s, const Pack<T>& gamma, const Pack<T>& beta, Index pack_idx,
+                                            const SplitMean& mean, float rstd) const {
+    float v[kSize], g[kSize], b[kSize];
+    const float offset = -mean.low * rstd;
+    unpack(s, v);
+    if (p.gamma != nullptr) unpack(gamma, g);
+    if (p.beta != nullptr) unpack(beta, b);
 #pragma unroll
-    for (int i = 0; i < kSize; ++i) v[i] = ((to_float(s.v[i]) - mean.high) - mean.low) * rstd;
-    if (p.gamma != nullptr) {
-      const Pack<T> gamma = load(p.gamma, 0, pack_idx);
-#pragma unroll
-      for (int i = 0; i < kSize; ++i) v[i] *= to_float(gamma.v[i]);
+    for (int i = 0; i < kSize; ++i) {
+      v[i] = fmaf(v[i] - mean.high, rstd, offset);
+      if (p.gamma != nullptr && p.beta != nullptr) {
+        v[i] = fmaf(v[i], g[i], b[i]);
+      } else if (p.gamma != nullptr) {
+        v[i] *= g[i];
+      } else if (p.beta != nullptr) {
+        v[i] += b[i];
+      }
     }
-    if (p.beta != nullptr) {
-      const Pack<T> beta = load(p.beta, 0, pack_idx);
-#pragma unroll
-      for (int i = 0; i < kSize; ++i) v[i] += to_float(beta.v[i]);
-    }
-    Pack<T> y;
-#pragma unroll
-    for (int i = 0; i < kSize; ++i) y.v[i] = from_float<T>(v[i]);
-    store(p.y, y, pack_idx);
+    store(p.y, pack_floats<T>(v), pack_idx);
   }
 
   // From the sum of s - pivot.
   __device__ __forceinline__ SplitMean mean(float sum) const {
     return SplitMean::of(pivot, sum / static_cast<float>(p.cols));
   }
-  __device__ __forceinline__ float rstd(float square_sum) const {
-    return 1.0F / sqrtf(square_sum / static_cast<float>(p.cols) + p.epsilon);
+  // From the sum of (s - mean.high)^2: the mean of the squared deviations is smaller by mean.low^2.
+  __device__ __forceinline__ float rstd(float square_sum, const SplitMean& mean) const {
+    const float variance = square_sum / static_cast<float>(p.cols) - mean.low * mean.low;
+    return 1.0F / sqrtf((variance < 0.0F ? 0.0F : variance) + p.epsilon);
   }
 };
 
@@ -161,11 +165,8 @@ struct Deviation {
   __device__ __forceinline__ float operator()(float s) const { return s - pivot; }
 };
 struct SquaredDeviation {
-  SplitMean mean;
-  __device__ __forceinline__ float operator()(float s) const {
-    const float d = (s - mean.high) - mean.low;
-    return d * d;
-  }
+  float mean;
+  __device__ __forceinline__ float operator()(float s) const { return (s - mean) * (s - mean); }
 };
 
 // --- A row in registers ----------------------------------------------------------------------------------------------
@@ -174,8 +175,21 @@ template <class T, int kPacks, bool kAligned>
 struct RegisterRow {
   using Row = NormRow<T, int, kAligned>;
   // Under way at once; all of them would take too many registers.
-  static constexpr int kResidualPacks = kPacks < 4 ? kPacks : 4;
+  static constexpr int kResidualPacks = kPacks % 2 == 0 ? 2 : 1;
+  // Of gamma and beta; if these are all, they are read ahead, with x.
+  static constexpr int kAffinePacks = kPacks <= 2 ? kPacks : 1;
+  static constexpr bool kReadsAhead = kAffinePacks == kPacks;
   Pack<T> s[kPacks];
+  Pack<T> gamma[kAffinePacks], beta[kAffinePacks];
+
+  __device__ __forceinline__ void load_affine(const Row& row, int thread_idx, int threads, int base) {
+    const int packs = row.packs();
+#pragma unroll
+    for (int i = 0; i < kAffinePacks; ++i) {
+      const int pack_idx = thread_idx + (base + i) * threads;
+      if (pack_idx < packs) row.load_affine(&gamma[i], &beta[i], pack_idx);
+    }
+  }
 
   // Reads this thread's packs and writes their part of `sum`.
   __device__ __forceinline__ void load(const Row& row, int thread_idx, int threads) {
@@ -185,6 +199,7 @@ struct RegisterRow {
       const int pack_idx = thread_idx + i * threads;
       if (pack_idx < packs) s[i] = row.load(row.p.x, row.offset, pack_idx);
     }
+    if (kReadsAhead) load_affine(row, thread_idx, threads, 0);
     if (row.p.adds()) {
 #pragma unroll
       for (int base = 0; base < kPacks; base += kResidualPacks) {
@@ -221,58 +236,70 @@ struct RegisterRow {
   }
 
   __device__ __forceinline__ void normalize(const Row& row, int thread_idx, int threads, const SplitMean& mean,
-                                            float square_sum) const {
-    const float rstd = row.rstd(square_sum);
+                                            float square_sum) {
+    const float rstd = row.rstd(square_sum, mean);
     const int packs = row.packs();
 #pragma unroll
-    for (int i = 0; i < kPacks; ++i) {
-      const int pack_idx = thread_idx + i * threads;
-      if (pack_idx < packs) row.normalize(s[i], pack_idx, mean, rstd);
+    for (int base = 0; base < kPacks; base += kAffinePacks) {
+      if (!kReadsAhead) load_affine(row, thread_idx, threads, base);
+#pragma unroll
+      for (int i = 0; i < kAffinePacks; ++i) {
+        const int pack_idx = thread_idx + (base + i) * threads;
+        if (pack_idx < packs) row.normalize(s[base + i], gamma[i], beta[i], pack_idx, mean, rstd);
+      }
     }
   }
 };
 
+// Neither of these kernels loops over rows: the addresses of gamma, beta and bias would stay in registers meanwhile, up
+// to 30 of them.
+
 template <class T, int kLanes, int kPacks, bool kAligned>
-__global__ void __launch_bounds__(kWarpRowThreads, kAligned ? 3 : 2)
+__global__ void __launch_bounds__(kWarpRowThreads, !kAligned        ? 2
+                                                   : sizeof(T) == 2 ? 4
+                                                                    : 3)
     layer_norm_warp_per_row_kernel(const __grid_constant__ LayerNormParams p) {
+  let_next_kernel_start();
+  wait_for_previous_kernel();
   constexpr int kRowsPerBlock = kWarpRowThreads / kLanes;
   const int lane_idx = static_cast<int>(threadIdx.x) % kLanes;
-  const int64_t stride = static_cast<int64_t>(gridDim.x) * kRowsPerBlock;
-  // Whole warps go round together, as the shuffles need; lanes past the last row have one without columns.
-  const int64_t group_idx = static_cast<int64_t>(blockIdx.x) * kRowsPerBlock + threadIdx.x / kLanes;
-  const int64_t warp_first = group_idx - threadIdx.x % 32 / kLanes;
-  for (int64_t base = 0; warp_first + base < p.rows; base += stride) {
-    const int64_t row_idx = group_idx + base;
-    NormRow<T, int, kAligned> row(p, row_idx < p.rows ? row_idx : p.rows - 1);
-    if (row_idx >= p.rows) row.cols = 0;
-    RegisterRow<T, kPacks, kAligned> registers;
-    registers.load(row, lane_idx, kLanes);
-    SplitMean mean;
-    if (!p.rms) mean = row.mean(warp_sum<kLanes>(registers.accumulate(row, lane_idx, kLanes, Deviation{row.pivot})));
-    const float square_sum = warp_sum<kLanes>(registers.accumulate(row, lane_idx, kLanes, SquaredDeviation{mean}));
-    registers.normalize(row, lane_idx, kLanes, mean, square_sum);
-  }
+  const int64_t row_idx = static_cast<int64_t>(blockIdx.x) * kRowsPerBlock + threadIdx.x / kLanes;
+  // Lanes past the last row have one without columns: shuffles need whole warps.
+  NormRow<T, int, kAligned> row(p, row_idx < p.rows ? row_idx : p.rows - 1);
+  if (row_idx >= p.rows) row.cols = 0;
+  RegisterRow<T, kPacks, kAligned> registers;
+  registers.load(row, lane_idx, kLanes);
+  SplitMean mean;
+  if (!p.rms) mean = row.mean(warp_sum<kLanes>(registers.accumulate(row, lane_idx, kLanes, Deviation{row.pivot})));
+  const float square_sum = warp_sum<kLanes>(registers.accumulate(row, lane_idx, kLanes, SquaredDeviation{mean.high}));
+  registers.normalize(row, lane_idx, kLanes, mean, square_sum);
 }
 
-// Several blocks on a multiprocessor: while one reduces, others load and store.
+// Several blocks on a multiprocessor: while one reduces, others load and store. Few threads with many packs each do
+// better than many with few, which wait for more warps at each barrier.
 template <class T, int kPacks>
-__global__ void __launch_bounds__(kLayerNormBlockPacks / kPacks, 2)
+constexpr int kRegistersMost =
+    kPacks == 4 ? 256 : static_cast<int>(kLayerNormBlockElements) / kPacks / kPackSize<T>;  // threads
+template <class T, int kPacks>
+constexpr int kRegistersBlocks = kPacks == 4      ? 4
+                                 : sizeof(T) == 4 ? 2
+                                                  : 3;
+
+template <class T, int kPacks>
+__global__ void __launch_bounds__(kRegistersMost<T, kPacks>, kRegistersBlocks<T, kPacks>)
     layer_norm_block_registers_kernel(const __grid_constant__ LayerNormParams p) {
-  __shared__ float scratch[32];
+  __shared__ float scratch[2][32];
   const int thread_idx = static_cast<int>(threadIdx.x), threads = static_cast<int>(blockDim.x);
-  for (int64_t row_idx = blockIdx.x; row_idx < p.rows; row_idx += gridDim.x) {
-    const NormRow<T, int, true> row(p, row_idx);
-    RegisterRow<T, kPacks, true> registers;
-    registers.load(row, thread_idx, threads);
-    SplitMean mean;
-    if (!p.rms) {
-      const float sum = registers.accumulate(row, thread_idx, threads, Deviation{row.pivot});
-      mean = row.mean(block_reduce(sum, scratch, SumOp{}));
-    }
-    const float square_sum =
-        block_reduce(registers.accumulate(row, thread_idx, threads, SquaredDeviation{mean}), scratch, SumOp{});
-    registers.normalize(row, thread_idx, threads, mean, square_sum);
+  const NormRow<T, int, true> row(p, blockIdx.x);
+  RegisterRow<T, kPacks, true> registers;
+  registers.load(row, thread_idx, threads);
+  SplitMean mean;
+  if (!p.rms) {
+    const float sum = registers.accumulate(row, thread_idx, threads, Deviation{row.pivot});
+    mean = row.mean(block_reduce_once(sum, scratch[0], SumOp{}));
   }
+  const float squares = registers.accumulate(row, thread_idx, threads, SquaredDeviation{mean.high});
+  registers.normalize(row, thread_idx, threads, mean, block_reduce_once(squares, scratch[1], SumOp{}));
 }
 
 // --- A row in shared memory, or read again ---------------------------------------------------------------------------
@@ -327,11 +354,14 @@ __global__ void __launch_bounds__(kBlockRowThreads, 1)
     if (!p.rms) mean = row.mean(block_reduce(total, scratch, SumOp{}));
     total = 0.0F;
     for_packs<kUnroll>(row, sum_again, [&](Index pack_idx, const Pack<T>& s) {
-      total += row.accumulate(s, pack_idx, SquaredDeviation{mean});
+      total += row.accumulate(s, pack_idx, SquaredDeviation{mean.high});
     });
-    const float rstd = row.rstd(block_reduce(total, scratch, SumOp{}));
-    for_packs<kUnroll>(row, sum_again,
-                       [&](Index pack_idx, const Pack<T>& s) { row.normalize(s, pack_idx, mean, rstd); });
+    const float rstd = row.rstd(block_reduce(total, scratch, SumOp{}), mean);
+    for_packs<kUnroll>(row, sum_again, [&](Index pack_idx, const Pack<T>& s) {
+      Pack<T> gamma, beta;
+      row.load_affine(&gamma, &beta, pack_idx);
+      row.normalize(s, gamma, beta, pack_idx, mean, rstd);
+    });
   }
 }
 
@@ -342,15 +372,15 @@ bool is_empty(const LayerNormParams& p) { return p.rows == 0 || p.cols == 0; }
 template <class T, int kLanes, int kPacks, bool kAligned>
 Status launch_warp(const LayerNormParams& p, const ExecContext& context) {
   const int64_t blocks = ceil_div(p.rows, kWarpRowThreads / kLanes);
-  return launch("layer_norm_warp_per_row", layer_norm_warp_per_row_kernel<T, kLanes, kPacks, kAligned>,
-                grid_size(blocks), kWarpRowThreads, 0, context, p);
+  return launch_with({1, true}, "layer_norm_warp_per_row", layer_norm_warp_per_row_kernel<T, kLanes, kPacks, kAligned>,
+                     grid_size(blocks), kWarpRowThreads, 0, context, p);
 }
 
 template <class T, int kPacks>
 Status launch_registers(const LayerNormParams& p, int64_t packs, const ExecContext& context) {
-  const auto threads = static_cast<unsigned>(ceil_div(ceil_div(packs, kPacks), 32) * 32);
-  return launch("layer_norm_block_registers", layer_norm_block_registers_kernel<T, kPacks>, grid_size(p.rows), threads,
-                0, context, p);
+  const auto threads = static_cast<unsigned>(ceil_div(packs, 32 * kPacks) * 32);
+  return launch("layer_norm_block_registers", layer_norm_block_registers_kernel<T, kPacks>,
+                static_cast<unsigned>(p.rows), threads, 0, context, p);
 }
 
 template <class T, bool kShared>
@@ -374,6 +404,7 @@ Status launch_layer_norm_warp_per_row(const LayerNormParams& p, const ExecContex
     }
     if (packs <= 8) return launch_warp<T, 8, 1, true>(p, context);
     if (packs <= 64) return launch_warp<T, 32, 2, true>(p, context);
+    if (packs <= 32 * kMaxPacks * 3 / 4) return launch_warp<T, 32, kMaxPacks * 3 / 4, true>(p, context);  // 768 columns
     return launch_warp<T, 32, kMaxPacks, true>(p, context);
   });
 }
@@ -383,7 +414,7 @@ Status launch_layer_norm_block_registers(const LayerNormParams& p, const ExecCon
   const int64_t packs = layer_norm_row_packs(p);
   return dispatch(p.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
-    return launch_registers<T, 4>(p, packs, context);
+    return packs <= 1024 ? launch_registers<T, 4>(p, packs, context) : launch_registers<T, 6>(p, packs, context);
   });
 }
 

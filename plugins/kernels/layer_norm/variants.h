@@ -28,9 +28,7 @@ inline bool layer_norm_aligned(const LayerNormParams& p) {
 }
 
 constexpr int64_t kLayerNormWarpElements = 1024;  // a warp holds 32 for each lane in registers
-// A block of up to 448 threads holds 4 for each in registers. Two such blocks on a multiprocessor leave 72 registers a
-// thread, enough for all element types; two of 512 would leave 64, and spill.
-constexpr int kLayerNormBlockPacks = 1792;
+constexpr int64_t kLayerNormBlockElements = 12288;  // as packs, in the registers of a block
 
 // Dynamic shared memory that a block may take beside its few static words.
 inline int layer_norm_shared_bytes(const DeviceInfo& device) { return device.max_smem_per_block - 256; }

@@ -54,16 +54,34 @@ bool supports_avx2(const SoftmaxParams&, const DeviceInfo& device) { return devi
 bool supports_any(const SoftmaxParams&, const DeviceInfo&) { return true; }
 
 #if ORTPLUGINS_WITH_CUDA
+constexpr int64_t kMostRows = 0x7fffffff;  // with a block each
+
 bool supports_strided_online(const SoftmaxParams&, const DeviceInfo& device) { return device.sm >= 80; }
 bool supports_block_online(const SoftmaxParams& p, const DeviceInfo& device) { return device.sm >= 80 && p.inner == 1; }
 bool supports_warp_per_row(const SoftmaxParams& p, const DeviceInfo& device) {
-  return supports_block_online(p, device) && softmax_row_packs(p) * 16 <= kSoftmaxWarpElements * static_cast<int64_t>(size_of(p.dtype));
+  return supports_block_online(p, device) && p.cols <= kSoftmaxWarpElements;
 }
 bool supports_block_registers(const SoftmaxParams& p, const DeviceInfo& device) {
-  return supports_block_online(p, device) && softmax_row_packs(p) * 16 <= kSoftmaxBlockElements * static_cast<int64_t>(size_of(p.dtype));
+  return supports_block_online(p, device) && p.cols <= kSoftmaxBlockElements && p.rows <= kMostRows;
+}
+// Two blocks for a row.
+bool supports_cluster_registers(const SoftmaxParams& p, const DeviceInfo& device) {
+  return supports_block_online(p, device) && device.sm >= 90 && p.cols > kSoftmaxBlockElements && p.rows <= kMostRows / 2 &&
+         p.cols <= 2 * kSoftmaxBlockElements;
 }
 bool supports_block_shared(const SoftmaxParams& p, const DeviceInfo& device) {
   return supports_block_online(p, device) && softmax_row_packs(p) * 16 <= softmax_shared_bytes(device);
+}
+// Rows that are too long for one block, or long ones that are too few for one block each.
+bool supports_cluster_shared(const SoftmaxParams& p, const DeviceInfo& device) {
+  const int64_t packs = softmax_row_packs(p), slice = (packs + kSoftmaxClusterBlocks - 1) / kSoftmaxClusterBlocks;
+  return supports_block_online(p, device) && device.sm >= 90 && packs >= 2048 && slice * 16 <= softmax_shared_bytes(device) &&
+         (2 * p.rows <= device.sm_count || !supports_block_shared(p, device));
+}
+// Rows that are too long for a cluster, or very long ones that are too few for one cluster each.
+bool supports_split(const SoftmaxParams& p, const DeviceInfo& device) {
+  return supports_block_online(p, device) && softmax_row_packs(p) >= 8192 && p.rows <= kMostRows / 256 &&
+         (p.rows <= 8 || !(supports_block_shared(p, device) || supports_cluster_shared(p, device)));
 }
 #endif
 
@@ -71,7 +89,10 @@ constexpr Variant<SoftmaxParams> kSoftmaxVariants[] = {
 #if ORTPLUGINS_WITH_CUDA
     {105, "warp_per_row", DeviceKind::kCuda, supports_warp_per_row, launch_softmax_warp_per_row},
     {104, "block_registers", DeviceKind::kCuda, supports_block_registers, launch_softmax_block_registers},
+    {107, "split", DeviceKind::kCuda, supports_split, launch_softmax_split, softmax_split_workspace},
+    {106, "cluster_shared", DeviceKind::kCuda, supports_cluster_shared, launch_softmax_cluster_shared},
     {103, "block_shared", DeviceKind::kCuda, supports_block_shared, launch_softmax_block_shared},
+    {108, "cluster_registers", DeviceKind::kCuda, supports_cluster_registers, launch_softmax_cluster_registers},
     {102, "block_online", DeviceKind::kCuda, supports_block_online, launch_softmax_block_online},
     {101, "strided_online", DeviceKind::kCuda, supports_strided_online, launch_softmax_strided_online},
 #endif

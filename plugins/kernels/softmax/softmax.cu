@@ -1,312 +1,130 @@
-// Softmax of rows on CUDA, from one warp for a row to one block for a row of any length.
+// Softmax of rows that fit into registers, and of rows along any axis, on CUDA. Longer rows: softmax_long.cu.
 //
-// A row that is contiguous in memory (inner == 1) is walked in 16-byte packs counted from the 16-byte boundary at or below
-// its first element, so that rows of any length and alignment are read with full-width accesses; only the first and the
-// last pack are guarded. Thread i of the threads that share a row owns packs i, i + threads, i + 2 threads, ...
-//
-//   warp_per_row     8 or 32 lanes hold a row in registers; one read, one write, no barrier
-//   block_registers  a block holds a row in registers; one read, one write
-//   block_shared     a block keeps the row as it was read in shared memory; one read, one write
-//   block_online     a block reads the row twice: running (maximum, sum), then the result
-//   strided_online   the same for any `inner`; neighbouring threads own neighbouring rows
+//   warp_per_row       8 or 32 lanes hold a row in registers; one read, one write, no barrier
+//   block_registers    a block holds a row in registers; one read, one write, two barriers
+//   cluster_registers  as block_registers, two blocks together
+//   strided_online     for any `inner`; neighbouring threads own neighbouring rows, which are read twice: running
+//                      (maximum, sum), then the result
 //
 // Arithmetic is float32. exp is taken of (score - maximum); a row whose maximum is -inf gives zeros.
 #include "core/device.h"
+#include "device/cluster.h"
+#include "device/dependent_launch.h"
 #include "device/dispatch.h"
 #include "device/pack.h"
 #include "device/reduce.h"
+#include "kernels/softmax/softmax_device.h"
 #include "kernels/softmax/variants.h"
 
 namespace ortplugins {
 namespace {
 
 constexpr int kWarpRowThreads = 256;
-constexpr int kBlockRowThreads = 512;  // 1024 would leave 64 registers a thread, and spill
+constexpr int kBlockRowThreads = 512;
 constexpr int kStridedThreads = 256;
 
-// --- Scores --------------------------------------------------------------------------------------------------------
+// --- A row in registers ----------------------------------------------------------------------------------------------
 
-template <class T>
-struct RowMask {
-  const void* data;  // element of column 0
-  DType dtype;
-  int64_t col_stride;
+// The threads that share a row and how they reduce over it.
+template <int kLaneCount>
+struct LaneGroup {
+  static constexpr int kLeast = kLaneCount;  // threads
+  int thread_idx;
+  static constexpr int threads = kLaneCount;
+  __device__ __forceinline__ float max(float v) const { return warp_max<kLaneCount>(v); }
+  __device__ __forceinline__ float sum(float v) const { return warp_sum<kLaneCount>(v); }
+};
+struct BlockGroup {
+  static constexpr int kLeast = 32;
+  int thread_idx, threads;
+  float* scratch;  // (2, 32)
+  __device__ __forceinline__ float max(float v) const { return block_reduce_once(v, scratch, MaxOp{}); }
+  __device__ __forceinline__ float sum(float v) const { return block_reduce_once(v, scratch + 32, SumOp{}); }
+};
 
-  __device__ __forceinline__ RowMask(const SoftmaxParams& p, int64_t row) : data(nullptr), dtype(p.mask_dtype), col_stride(p.mask_col_stride) {
-    if (dtype == DType::kNone) return;
-    const int64_t offset = p.mask_row_offset(row) * static_cast<int64_t>(dtype == DType::kBool ? 1 : sizeof(T));
-    data = static_cast<const char*>(p.mask) + offset;
+// As BlockGroup, for the threads of two blocks of a cluster. Barriers: one of the block, one of the cluster.
+struct ClusterGroup {
+  static constexpr int kBlocks = 2;
+  static constexpr int threads = kBlocks * kBlockRowThreads;
+  static constexpr int kLeast = 32;
+  int thread_idx;
+  float* scratch;   // (2, 32)
+  float* exchange;  // (2, kBlocks, 2); the last dimension's second element is not used
+  __device__ __forceinline__ float max(float v) const {
+    return reduce(block_reduce_once(v, scratch, MaxOp{}), exchange, MaxOp{});
   }
-
-  __device__ __forceinline__ float apply(float score, int64_t col) const {
-    if (dtype == DType::kNone) return score;
-    if (dtype == DType::kBool) return static_cast<const uint8_t*>(data)[col * col_stride] != 0 ? score : -INFINITY;
-    return score + to_float(static_cast<const T*>(data)[col * col_stride]);
+  __device__ __forceinline__ float sum(float v) const {
+    return reduce(block_reduce_once(v, scratch + 32, SumOp{}), exchange + 2 * kBlocks, SumOp{});
   }
-
-  // Columns first + begin to first + end of a pack.
-  __device__ __forceinline__ void apply_pack(float (&score)[kPackSize<T>], int64_t first, int begin, int end) const {
-    if (dtype == DType::kBool) {
-      const uint8_t* at = static_cast<const uint8_t*>(data) + first * col_stride;
-#pragma unroll
-      for (int i = 0; i < kPackSize<T>; ++i) {
-        if (i >= begin && i < end && at[i * col_stride] == 0) score[i] = -INFINITY;
-      }
-      return;
-    }
-    const T* at = static_cast<const T*>(data) + first * col_stride;
-    if (col_stride == 1 && begin == 0 && end == kPackSize<T> && pack_shift(at) == 0) {
-      const Pack<T> mask = load_pack(at);
-#pragma unroll
-      for (int i = 0; i < kPackSize<T>; ++i) score[i] += to_float(mask.v[i]);
-      return;
-    }
-#pragma unroll
-    for (int i = 0; i < kPackSize<T>; ++i) {
-      if (i >= begin && i < end) score[i] += to_float(at[i * col_stride]);
-    }
+  template <class Op>
+  __device__ __forceinline__ float reduce(float v, float* of_blocks, Op op) const {
+    if (threadIdx.x < kBlocks) store_to_block(of_blocks + 2 * rank_in_cluster(), static_cast<int>(threadIdx.x), v, 0.0F);
+    cluster_arrive();
+    cluster_wait();
+    return op(of_blocks[0], of_blocks[2]);
   }
 };
 
-// One contiguous row, seen as packs. Index is int where the row is known to be short: it saves registers.
-template <class T, class Index>
-struct PackedRow {
-  static constexpr int kSize = kPackSize<T>;
-  const T* x;
-  T* y;
-  Index cols;
-  int shift;      // elements by which x lies past a pack boundary
-  bool y_packed;  // y lies as far past a boundary as x
-  RowMask<T> mask;
-  float scale;
+template <class T, int kPacks, bool kMasked, class Group>
+__device__ __forceinline__ void softmax_in_registers(const SoftmaxParams& p, int64_t row_idx, const Group& group,
+                                                     bool writes) {
+  const SoftmaxRow<T, int> row(p, row_idx);
+  const SoftmaxMask<T, kMasked> mask(p, row_idx, row.head);
+  SoftmaxBatch<T, kPacks, kMasked, int> batch(group.threads, row.packs - group.thread_idx);
+  SoftmaxEdge<T, (kSoftmaxMostEdge<T> + Group::kLeast - 1) / Group::kLeast> edge;
+  const int first_col = row.col_of_pack(group.thread_idx);
+  batch.load([x = row.x + first_col](int position) { return load_pack_readonly(x + position * kPackSize<T>); });
+  edge.load(row, mask, group.thread_idx, group.threads, p.scale);
+  batch.score(mask, first_col, p.scale);
+  const float reference = softmax_reference(group.max(fmaxf(batch.max(p.scale), edge.max())));
+  const float part = batch.exponentials(reference, p.scale, p.log) + edge.exponentials(reference, p.log);
+  const SoftmaxFinish finish(group.sum(part), p.log);
+  if (!writes) return;
+  edge.store(row, group.thread_idx, group.threads, finish);
+  batch.store(row.y + first_col, row.y_packed, reference, p.scale, p.log, finish);
+}
 
-  __device__ __forceinline__ PackedRow(const SoftmaxParams& p, int64_t row)
-      : x(static_cast<const T*>(p.x) + row * p.cols),
-        y(static_cast<T*>(p.y) + row * p.cols),
-        cols(static_cast<Index>(p.cols)),
-        shift(pack_shift(x)),
-        y_packed(pack_shift(y) == shift),
-        mask(p, row),
-        scale(p.scale) {}
-
-  __device__ __forceinline__ Index packs() const { return (cols + shift + kSize - 1) / kSize; }
-  __device__ __forceinline__ Index first_col(Index pack_idx) const { return pack_idx * kSize - shift; }
-  __device__ __forceinline__ bool is_whole(Index first) const { return first >= 0 && first + kSize <= cols; }
-  // Elements [begin, end) of the pack that starts at column `first` belong to the row.
-  __device__ __forceinline__ int begin(Index first) const { return first < 0 ? static_cast<int>(-first) : 0; }
-  __device__ __forceinline__ int end(Index first) const {
-    const Index rest = cols - first;
-    return rest >= kSize ? kSize : rest <= 0 ? 0 : static_cast<int>(rest);
-  }
-
-  __device__ __forceinline__ Pack<T> load(Index pack_idx) const {
-    const Index first = first_col(pack_idx);
-    if (is_whole(first)) return load_pack(x + first);
-    return load_pack_guarded(x + first, begin(first), end(first), from_float<T>(0.0F));
-  }
-  // scale * x + mask; -inf outside the row.
-  __device__ __forceinline__ void scores(const Pack<T>& pack, Index pack_idx, float (&score)[kSize]) const {
-    const Index first = first_col(pack_idx);
-#pragma unroll
-    for (int i = 0; i < kSize; ++i) score[i] = scale * to_float(pack.v[i]);
-    if (is_whole(first)) {
-      if (mask.dtype != DType::kNone) mask.apply_pack(score, first, 0, kSize);
-      return;
-    }
-    const int from = begin(first), to = end(first);
-    if (mask.dtype != DType::kNone) mask.apply_pack(score, first, from, to);
-#pragma unroll
-    for (int i = 0; i < kSize; ++i) {
-      if (i < from || i >= to) score[i] = -INFINITY;
-    }
-  }
-  __device__ __forceinline__ void store(const float (&value)[kSize], Index pack_idx) const {
-    const Index first = first_col(pack_idx);
-    Pack<T> pack;
-#pragma unroll
-    for (int i = 0; i < kSize; ++i) pack.v[i] = from_float<T>(value[i]);
-    if (y_packed && is_whole(first)) {
-      store_pack(y + first, pack);
-    } else {
-      store_pack_guarded(y + first, pack, begin(first), end(first));
-    }
-  }
-};
-
-// From score to result, once maximum and sum of the row are known.
-struct Normalizer {
-  float reference, inverse_sum, log_sum;
-
-  __device__ __forceinline__ explicit Normalizer(const MaxSum& row)
-      : reference(softmax_reference(row.max)),
-        inverse_sum(row.sum == 0.0F ? 0.0F : 1.0F / row.sum),
-        // A fully masked row has sum 0; +inf here makes its log-softmax -inf - inf = -inf.
-        log_sum(row.sum == 0.0F ? INFINITY : logf(row.sum)) {}
-
-  __device__ __forceinline__ float exponential(float score) const { return exp_approx(score - reference); }
-  __device__ __forceinline__ float softmax(float score) const { return exponential(score) * inverse_sum; }
-  __device__ __forceinline__ float log_softmax(float score) const { return (score - reference) - log_sum; }
-};
-
-// --- A row in registers -----------------------------------------------------------------------------------------------
-
-template <class T, int kPacks>
-struct RegisterRow {
-  float v[kPacks][kPackSize<T>];
-
-  // Reads and scores this thread's packs; returns their maximum.
-  __device__ __forceinline__ float load(const PackedRow<T, int>& row, int thread_idx, int threads) {
-    const int packs = row.packs();
-    Pack<T> raw[kPacks];
-#pragma unroll
-    for (int i = 0; i < kPacks; ++i) {  // all loads are under way before the first is used
-      const int pack_idx = thread_idx + i * threads;
-      if (pack_idx < packs) raw[i] = row.load(pack_idx);
-    }
-    float max = -INFINITY;
-#pragma unroll
-    for (int i = 0; i < kPacks; ++i) {
-      const int pack_idx = thread_idx + i * threads;
-      row.scores(raw[i], pack_idx, v[i]);
-#pragma unroll
-      for (int j = 0; j < kPackSize<T>; ++j) max = fmaxf(max, v[i][j]);
-    }
-    return max;
-  }
-
-  // Sum of exp(score - maximum). Without `log` the scores become these exponentials.
-  __device__ __forceinline__ float exponentials(float max, bool log) {
-    const float reference = softmax_reference(max);
-    float sum = 0.0F;
-#pragma unroll
-    for (int i = 0; i < kPacks; ++i) {
-#pragma unroll
-      for (int j = 0; j < kPackSize<T>; ++j) {
-        const float e = exp_approx(v[i][j] - reference);
-        sum += e;
-        if (!log) v[i][j] = e;
-      }
-    }
-    return sum;
-  }
-
-  __device__ __forceinline__ void store(const PackedRow<T, int>& row, int thread_idx, int threads, const MaxSum& stats, bool log) {
-    const Normalizer normalizer(stats);
-    const int packs = row.packs();
-#pragma unroll
-    for (int i = 0; i < kPacks; ++i) {
-#pragma unroll
-      for (int j = 0; j < kPackSize<T>; ++j) v[i][j] = log ? normalizer.log_softmax(v[i][j]) : v[i][j] * normalizer.inverse_sum;
-      const int pack_idx = thread_idx + i * threads;
-      if (pack_idx < packs) row.store(v[i], pack_idx);
-    }
-  }
-};
-
-template <class T, int kLanes, int kPacks>
-__global__ void __launch_bounds__(kWarpRowThreads, 2) softmax_warp_per_row_kernel(const __grid_constant__ SoftmaxParams p) {
+// One row for each group of lanes: a grid of 2^31 - 1 blocks has enough of them for any tensor that fits into memory.
+template <class T, int kLanes, int kPacks, bool kMasked>
+__global__ void __launch_bounds__(kWarpRowThreads, kMasked          ? 2
+                                                   : sizeof(T) == 2 ? 5
+                                                                    : 4)
+    softmax_warp_per_row_kernel(const __grid_constant__ SoftmaxParams p) {
+  let_next_kernel_start();
+  wait_for_previous_kernel();
   constexpr int kRowsPerBlock = kWarpRowThreads / kLanes;
-  const int lane_idx = static_cast<int>(threadIdx.x) % kLanes;
-  const int64_t stride = static_cast<int64_t>(gridDim.x) * kRowsPerBlock;
-  // Whole warps go round together, as the shuffles need; lanes past the last row repeat it and write nothing.
-  const int64_t group_idx = static_cast<int64_t>(blockIdx.x) * kRowsPerBlock + threadIdx.x / kLanes;
-  const int64_t warp_first = group_idx - threadIdx.x % 32 / kLanes;
-  for (int64_t base = 0; warp_first + base < p.rows; base += stride) {
-    const int64_t row_idx = group_idx + base;
-    const PackedRow<T, int> row(p, row_idx < p.rows ? row_idx : p.rows - 1);
-    RegisterRow<T, kPacks> registers;
-    const float max = warp_max<kLanes>(registers.load(row, lane_idx, kLanes));
-    const float sum = warp_sum<kLanes>(registers.exponentials(max, p.log));
-    if (row_idx < p.rows) registers.store(row, lane_idx, kLanes, {max, sum}, p.log);
-  }
+  const LaneGroup<kLanes> group{static_cast<int>(threadIdx.x) % kLanes};
+  const int64_t row_idx = static_cast<int64_t>(blockIdx.x) * kRowsPerBlock + threadIdx.x / kLanes;
+  // Groups past the last row repeat it, since shuffles need whole warps, and write nothing.
+  softmax_in_registers<T, kPacks, kMasked>(p, row_idx < p.rows ? row_idx : p.rows - 1, group, row_idx < p.rows);
 }
 
-template <class T, int kPacks, int kMaxThreads>
-__global__ void __launch_bounds__(kMaxThreads, 1) softmax_block_registers_kernel(const __grid_constant__ SoftmaxParams p) {
-  __shared__ float scratch[32];
-  const int thread_idx = static_cast<int>(threadIdx.x), threads = static_cast<int>(blockDim.x);
-  for (int64_t row_idx = blockIdx.x; row_idx < p.rows; row_idx += gridDim.x) {
-    const PackedRow<T, int> row(p, row_idx);
-    RegisterRow<T, kPacks> registers;
-    const float max = block_reduce(registers.load(row, thread_idx, threads), scratch, MaxOp{});
-    const float sum = block_reduce(registers.exponentials(max, p.log), scratch, SumOp{});
-    registers.store(row, thread_idx, threads, {max, sum}, p.log);
-  }
+// Without a mask 64 registers a thread, 32 of which hold elements.
+template <class T, int kPacks, bool kMasked>
+__global__ void __launch_bounds__(kBlockRowThreads, !kMasked && sizeof(T) == 2 ? 3 : 2)
+    softmax_block_registers_kernel(const __grid_constant__ SoftmaxParams p) {
+  __shared__ float scratch[64];
+  const BlockGroup group{static_cast<int>(threadIdx.x), static_cast<int>(blockDim.x), scratch};
+  softmax_in_registers<T, kPacks, kMasked>(p, blockIdx.x, group, true);
 }
 
-// --- A row in shared memory, or read twice ----------------------------------------------------------------------------
-
-// Adds scores to a running pair. One rescaling for all of them.
-template <int kCount>
-__device__ __forceinline__ void accumulate(MaxSum* running, const float (&score)[kCount]) {
-  float max = running->max;
-#pragma unroll
-  for (int i = 0; i < kCount; ++i) max = fmaxf(max, score[i]);
-  const float reference = softmax_reference(max);
-  float sum = running->sum * exp_approx(running->max - reference);
-#pragma unroll
-  for (int i = 0; i < kCount; ++i) sum += exp_approx(score[i] - reference);
-  *running = {max, sum};
+template <class T, int kPacks, bool kMasked>
+__global__ void __launch_bounds__(kBlockRowThreads, !kMasked && sizeof(T) == 2 ? 3 : 2)
+    softmax_cluster_registers_kernel(const __grid_constant__ SoftmaxParams p) {
+  __shared__ float scratch[64], exchange[4 * ClusterGroup::kBlocks];
+  cluster_arrive();
+  cluster_wait();  // both blocks have started: their shared memory may be written
+  const ClusterGroup group{rank_in_cluster() * kBlockRowThreads + static_cast<int>(threadIdx.x), scratch, exchange};
+  softmax_in_registers<T, kPacks, kMasked>(p, blockIdx.x / ClusterGroup::kBlocks, group, true);
 }
 
-// kShared: the row stays in shared memory between the passes. A thread reads back only packs that it wrote itself, so
-// that no barrier is needed for them.
-template <class T, bool kShared>
-__global__ void __launch_bounds__(kBlockRowThreads, 1) softmax_block_kernel(const __grid_constant__ SoftmaxParams p) {
-  using Index = std::conditional_t<kShared, int, int64_t>;
-  constexpr int kUnroll = 4;  // packs under way for each thread
-  __shared__ float scratch[32];
-  extern __shared__ uint4 smem[];
-  Pack<T>* const cache = reinterpret_cast<Pack<T>*>(smem);
-  for (int64_t row_idx = blockIdx.x; row_idx < p.rows; row_idx += gridDim.x) {
-    const PackedRow<T, Index> row(p, row_idx);
-    const Index packs = row.packs(), threads = static_cast<Index>(blockDim.x);
-    MaxSum running;
-    for (Index base = static_cast<Index>(threadIdx.x); base < packs; base += kUnroll * threads) {
-      Pack<T> raw[kUnroll];
-#pragma unroll
-      for (int u = 0; u < kUnroll; ++u) {
-        if (base + u * threads < packs) raw[u] = row.load(base + u * threads);
-      }
-#pragma unroll
-      for (int u = 0; u < kUnroll; ++u) {
-        const Index pack_idx = base + u * threads;
-        if (pack_idx >= packs) continue;
-        if (kShared) cache[pack_idx] = raw[u];
-        float score[kPackSize<T>];
-        row.scores(raw[u], pack_idx, score);
-        accumulate(&running, score);
-      }
-    }
-    const Normalizer normalizer(block_merge(running, scratch));
-    for (Index base = static_cast<Index>(threadIdx.x); base < packs; base += kUnroll * threads) {
-      Pack<T> raw[kUnroll];
-#pragma unroll
-      for (int u = 0; u < kUnroll; ++u) {
-        const Index pack_idx = base + u * threads;
-        if (pack_idx < packs) raw[u] = kShared ? cache[pack_idx] : row.load(pack_idx);
-      }
-#pragma unroll
-      for (int u = 0; u < kUnroll; ++u) {
-        const Index pack_idx = base + u * threads;
-        if (pack_idx >= packs) continue;
-        float score[kPackSize<T>];
-        row.scores(raw[u], pack_idx, score);
-#pragma unroll
-        for (int i = 0; i < kPackSize<T>; ++i) score[i] = p.log ? normalizer.log_softmax(score[i]) : normalizer.softmax(score[i]);
-        row.store(score, pack_idx);
-      }
-    }
-  }
-}
+// --- Any axis --------------------------------------------------------------------------------------------------------
 
-// --- Any axis ---------------------------------------------------------------------------------------------------------
-
-// Threads form `threads_x` columns of neighbouring rows by kStridedThreads / threads_x parts of the softmax axis, so that a
-// warp reads memory in runs. `threads_x` is a power of two.
+// Threads form `threads_x` columns of neighbouring rows by kStridedThreads / threads_x parts of the softmax axis, so
+// that a warp reads memory in runs. `threads_x` is a power of two.
 template <class T>
 __global__ void __launch_bounds__(kStridedThreads)
-softmax_strided_kernel(const __grid_constant__ SoftmaxParams p, int threads_x) {
+    softmax_strided_kernel(const __grid_constant__ SoftmaxParams p, int threads_x) {
   __shared__ MaxSum partial[kStridedThreads];
   const int x_idx = static_cast<int>(threadIdx.x) & (threads_x - 1);
   const int y_idx = static_cast<int>(threadIdx.x) / threads_x, threads_y = kStridedThreads / threads_x;
@@ -318,14 +136,14 @@ softmax_strided_kernel(const __grid_constant__ SoftmaxParams p, int threads_x) {
     const int64_t row_idx = tile / inner_tiles * p.inner + (active ? inner_idx : 0);
     const T* x = static_cast<const T*>(p.x) + p.row_offset(row_idx);
     T* y = static_cast<T*>(p.y) + p.row_offset(row_idx);
-    const RowMask<T> mask(p, row_idx);
+    const SoftmaxMask<T, true> mask(p, row_idx, 0);
 
     MaxSum running;
     if (active) {
 #pragma unroll 4
       for (int64_t col = y_idx; col < p.cols; col += threads_y) {
-        const float score[1] = {mask.apply(p.scale * to_float(x[col * p.inner]), col)};
-        accumulate(&running, score);
+        const float score = mask.apply(p.scale * to_float(x[col * p.inner]), col);
+        running = merge(running, {score, 1.0F});
       }
     }
     partial[threadIdx.x] = running;
@@ -334,84 +152,74 @@ softmax_strided_kernel(const __grid_constant__ SoftmaxParams p, int threads_x) {
       if (y_idx < half) partial[threadIdx.x] = merge(partial[threadIdx.x], partial[threadIdx.x + half * threads_x]);
       __syncthreads();
     }
-    const Normalizer normalizer(partial[x_idx]);
+    const float reference = softmax_reference(partial[x_idx].max);
+    const SoftmaxFinish finish(partial[x_idx].sum, p.log);
     __syncthreads();  // `partial` is written again in the next round
     if (active) {
 #pragma unroll 4
       for (int64_t col = y_idx; col < p.cols; col += threads_y) {
         const float score = mask.apply(p.scale * to_float(x[col * p.inner]), col);
-        y[col * p.inner] = from_float<T>(p.log ? normalizer.log_softmax(score) : normalizer.softmax(score));
+        y[col * p.inner] = from_float<T>(finish(p.log ? score - reference : exp_approx(score - reference)));
       }
     }
   }
 }
 
-// --- Launchers --------------------------------------------------------------------------------------------------------
+// --- Launchers -------------------------------------------------------------------------------------------------------
 
 bool is_empty(const SoftmaxParams& p) { return p.rows == 0 || p.cols == 0; }
 
-template <class T, int kLanes, int kPacks>
+template <class T, int kLanes, int kPacks, bool kMasked>
 Status launch_warp(const SoftmaxParams& p, const ExecContext& context) {
   const int64_t blocks = ceil_div(p.rows, kWarpRowThreads / kLanes);
-  return launch("softmax_warp_per_row", softmax_warp_per_row_kernel<T, kLanes, kPacks>, grid_size(blocks), kWarpRowThreads, 0, context, p);
-}
-
-template <class T, int kPacks, int kMaxThreads>
-Status launch_registers(const SoftmaxParams& p, int64_t packs, const ExecContext& context) {
-  const auto threads = static_cast<unsigned>(ceil_div(ceil_div(packs, kPacks), 32) * 32);
-  return launch("softmax_block_registers", softmax_block_registers_kernel<T, kPacks, kMaxThreads>, grid_size(p.rows), threads, 0, context, p);
-}
-
-template <class T, bool kShared>
-Status launch_block(const SoftmaxParams& p, int64_t packs, size_t smem_bytes, const ExecContext& context) {
-  const int64_t wanted = ceil_div(ceil_div(packs, 4), 32) * 32;  // four packs a thread and pass
-  const auto threads = static_cast<unsigned>(wanted < kBlockRowThreads ? wanted : kBlockRowThreads);
-  return launch(kShared ? "softmax_block_shared" : "softmax_block_online", softmax_block_kernel<T, kShared>, grid_size(p.rows), threads, smem_bytes, context, p);
+  return launch_with({1, true}, "softmax_warp_per_row", softmax_warp_per_row_kernel<T, kLanes, kPacks, kMasked>,
+                     grid_size(blocks), kWarpRowThreads, 0, context, p);
 }
 
 }  // namespace
 
 Status launch_softmax_warp_per_row(const SoftmaxParams& p, const ExecContext& context) {
   if (is_empty(p)) return {};
-  const int64_t packs = softmax_row_packs(p);
+  const int64_t packs = p.cols / (kPackBytes / static_cast<int64_t>(size_of(p.dtype)));
   return dispatch(p.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
-    if (packs <= 8) return launch_warp<T, 8, 1>(p, context);
-    if (packs <= 32) return launch_warp<T, 32, 1>(p, context);
-    if (packs <= 64) return launch_warp<T, 32, 2>(p, context);
-    if (packs <= 128) return launch_warp<T, 32, 4>(p, context);
-    return launch_warp<T, 32, 32 / kPackSize<T>>(p, context);  // 8 packs of float; half types have returned
+    constexpr int kMost = static_cast<int>(kSoftmaxWarpElements) / 32 / kPackSize<T>;  // 4 packs, of float 8
+    if (!softmax_is_plain(p)) {
+      return packs <= 32 ? launch_warp<T, 8, 4, true>(p, context) : launch_warp<T, 32, kMost, true>(p, context);
+    }
+    if (packs <= 8) return launch_warp<T, 8, 1, false>(p, context);
+    if (packs <= 16) return launch_warp<T, 8, 2, false>(p, context);
+    if (packs <= 32) return launch_warp<T, 8, 4, false>(p, context);
+    if (packs <= 64) return launch_warp<T, 32, 2, false>(p, context);
+    if (packs <= 128) return launch_warp<T, 32, 4, false>(p, context);
+    return launch_warp<T, 32, kMost, false>(p, context);
   });
 }
 
 Status launch_softmax_block_registers(const SoftmaxParams& p, const ExecContext& context) {
   if (is_empty(p)) return {};
-  const int64_t packs = softmax_row_packs(p);
   return dispatch(p.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
-    // 16 elements a thread up to 256 threads; above, 32 a thread and up to 512 threads, which may have 128 registers.
-    if (packs * kPackSize<T> <= 256 * 16) return launch_registers<T, 16 / kPackSize<T>, 256>(p, packs, context);
-    return launch_registers<T, 32 / kPackSize<T>, 512>(p, packs, context);
+    constexpr int kPacks =
+        static_cast<int>(kSoftmaxBlockElements) / kBlockRowThreads / kPackSize<T>;  // 4 packs, of float 8
+    const int64_t packs = p.cols / kPackSize<T>;
+    const int64_t threads = packs == 0 ? 32 : ceil_div(packs, 32 * kPacks) * 32;
+    const auto kernel = softmax_is_plain(p) ? softmax_block_registers_kernel<T, kPacks, false>
+                                            : softmax_block_registers_kernel<T, kPacks, true>;
+    return launch("softmax_block_registers", kernel, static_cast<unsigned>(p.rows), static_cast<unsigned>(threads), 0,
+                  context, p);
   });
 }
 
-Status launch_softmax_block_shared(const SoftmaxParams& p, const ExecContext& context) {
+Status launch_softmax_cluster_registers(const SoftmaxParams& p, const ExecContext& context) {
   if (is_empty(p)) return {};
-  const int64_t packs = softmax_row_packs(p);
-  return dispatch(p.dtype, [&](auto tag) -> Status {
-    using T = typename decltype(tag)::type;
-    static SmemLimit limit;
-    ORTPLUGINS_RETURN_IF_ERROR(limit.raise(softmax_block_kernel<T, true>, *context.device, softmax_shared_bytes(*context.device)));
-    return launch_block<T, true>(p, packs, static_cast<size_t>(packs * kPackBytes), context);
-  });
-}
-
-Status launch_softmax_block_online(const SoftmaxParams& p, const ExecContext& context) {
-  if (is_empty(p)) return {};
-  const int64_t packs = softmax_row_packs(p);
   return dispatch(p.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
-    return launch_block<T, false>(p, packs, 0, context);
+    constexpr int kPacks = static_cast<int>(kSoftmaxBlockElements) / kBlockRowThreads / kPackSize<T>;
+    const auto kernel = softmax_is_plain(p) ? softmax_cluster_registers_kernel<T, kPacks, false>
+                                            : softmax_cluster_registers_kernel<T, kPacks, true>;
+    return launch_with({ClusterGroup::kBlocks}, "softmax_cluster_registers", kernel,
+                       static_cast<unsigned>(p.rows * ClusterGroup::kBlocks), kBlockRowThreads, 0, context, p);
   });
 }
 
@@ -419,11 +227,14 @@ Status launch_softmax_strided_online(const SoftmaxParams& p, const ExecContext& 
   if (is_empty(p)) return {};
   // Up to 32 neighbouring rows, for full memory sectors; more where the axis is too short to occupy the other threads.
   int threads_x = 1;
-  while (threads_x < p.inner && (threads_x < 32 || (threads_x < kStridedThreads && kStridedThreads / threads_x > p.cols))) threads_x *= 2;
+  while (threads_x < p.inner &&
+         (threads_x < 32 || (threads_x < kStridedThreads && kStridedThreads / threads_x > p.cols)))
+    threads_x *= 2;
   const int64_t tiles = p.rows / p.inner * ceil_div(p.inner, threads_x);
   return dispatch(p.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
-    return launch("softmax_strided_online", softmax_strided_kernel<T>, grid_size(tiles), kStridedThreads, 0, context, p, threads_x);
+    return launch("softmax_strided_online", softmax_strided_kernel<T>, grid_size(tiles), kStridedThreads, 0, context, p,
+                  threads_x);
   });
 }
 

@@ -1,7 +1,6 @@
 // Launchers of the softmax variants; the table in softmax.cc says when each is taken.
 #pragma once
 
-#include "device/row_packs.h"
 #include "kernels/softmax/softmax.h"
 
 namespace ortplugins {
@@ -11,19 +10,25 @@ Status launch_softmax_cpu_avx2(const SoftmaxParams& params, const ExecContext& c
 Status launch_softmax_cpu_generic(const SoftmaxParams& params, const ExecContext& context);
 
 #if ORTPLUGINS_WITH_CUDA
+// 16-byte packs that rows span at most, on top of up to two packs at their ends that are not whole.
 inline int64_t softmax_row_packs(const SoftmaxParams& params) {
-  return row_packs(params.x, params.cols, static_cast<int64_t>(size_of(params.dtype)));
+  return params.cols * static_cast<int64_t>(size_of(params.dtype)) / 16;
 }
 
 constexpr int64_t kSoftmaxWarpElements = 1024;    // a warp holds 32 for each lane in registers
 constexpr int64_t kSoftmaxBlockElements = 16384;  // a block of 512 threads does the same
+constexpr int kSoftmaxClusterBlocks = 8;          // the most that every device with clusters allows
 
 // Dynamic shared memory that a block may take beside its few static words.
-inline int softmax_shared_bytes(const DeviceInfo& device) { return device.max_smem_per_block - 256; }
+inline int softmax_shared_bytes(const DeviceInfo& device) { return device.max_smem_per_block - 2048; }
 
 Status launch_softmax_warp_per_row(const SoftmaxParams& params, const ExecContext& context);
 Status launch_softmax_block_registers(const SoftmaxParams& params, const ExecContext& context);
+Status launch_softmax_cluster_registers(const SoftmaxParams& params, const ExecContext& context);
 Status launch_softmax_block_shared(const SoftmaxParams& params, const ExecContext& context);
+Status launch_softmax_cluster_shared(const SoftmaxParams& params, const ExecContext& context);
+Status launch_softmax_split(const SoftmaxParams& params, const ExecContext& context);
+int64_t softmax_split_workspace(const SoftmaxParams& params, const DeviceInfo& device);
 Status launch_softmax_block_online(const SoftmaxParams& params, const ExecContext& context);
 Status launch_softmax_strided_online(const SoftmaxParams& params, const ExecContext& context);
 #endif

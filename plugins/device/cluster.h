@@ -1,0 +1,50 @@
+// Thread block clusters: blocks that run side by side and see each other's shared memory (sm_90). Elsewhere, and in a
+// launch without clusters, a block is a cluster of its own.
+#pragma once
+
+#include <cstdint>
+
+#include "device/cp_async.h"
+
+namespace ortplugins {
+
+__device__ __forceinline__ int rank_in_cluster() {
+  uint32_t rank = 0;
+#if __CUDA_ARCH__ >= 900
+  asm("mov.u32 %0, %%cluster_ctarank;\n" : "=r"(rank));
+#endif
+  return static_cast<int>(rank);
+}
+__device__ __forceinline__ int blocks_in_cluster() {
+  uint32_t size = 1;
+#if __CUDA_ARCH__ >= 900
+  asm("mov.u32 %0, %%cluster_nctarank;\n" : "=r"(size));
+#endif
+  return static_cast<int>(size);
+}
+
+// A barrier of all threads of the cluster in two halves; what was written before the one is seen after the other.
+__device__ __forceinline__ void cluster_arrive() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("barrier.cluster.arrive.release.aligned;\n" ::: "memory");
+#endif
+}
+__device__ __forceinline__ void cluster_wait() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("barrier.cluster.wait.acquire.aligned;\n" ::: "memory");
+#endif
+}
+
+// Writes two floats to where `p` lies in the shared memory of the block of that rank, which must have started and must
+// not have ended.
+__device__ __forceinline__ void store_to_block(float* p, int rank, float a, float b) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile(
+      "{\n.reg .b32 remote;\nmapa.shared::cluster.u32 remote, %0, %1;\nst.shared::cluster.v2.f32 [remote], {%2, "
+      "%3};\n}\n" ::"r"(smem_address(p)),
+      "r"(rank), "f"(a), "f"(b)
+      : "memory");
+#endif
+}
+
+}  // namespace ortplugins
