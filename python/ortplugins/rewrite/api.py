@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import os
 import resource
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -86,7 +88,9 @@ def rewrite(
         if not path.is_file():
             raise FileNotFoundError(f"{path}: no such file")
         model = _load(path)
-    report = Rewriter(model, only=only_kinds, skip=skip_kinds, keep=keep, options=options).run()
+    rewriter = Rewriter(model, only=only_kinds, skip=skip_kinds, keep=keep, options=options)
+    with _no_collection():
+        report = rewriter.run()
     result = RewriteResult(model, report)
     if output is not None:
         result.path = Path(output)
@@ -94,6 +98,19 @@ def rewrite(
     report.seconds = time.perf_counter() - start
     report.peak_memory = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return result
+
+
+@contextlib.contextmanager
+def _no_collection() -> Iterator[None]:
+    """Garbage collection walks the whole graph again and again and finds nothing: a quarter of the time for 20,000
+    nodes."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def _load(path: Path) -> ir.Model:
