@@ -69,6 +69,13 @@ template <class T>
 __device__ __forceinline__ void store_pack(T* p, const Pack<T>& pack) {
   *reinterpret_cast<uint4*>(p) = *reinterpret_cast<const uint4*>(&pack);
 }
+// To global memory, whatever else the code does: where a branch beside it stores element by element, the compiler may join
+// the two and store elements in both.
+template <class T>
+__device__ __forceinline__ void store_pack_global(T* p, const Pack<T>& pack) {
+  const uint4 v = *reinterpret_cast<const uint4*>(&pack);
+  asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};\n" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+}
 // For memory that nobody writes while the kernel runs: such loads may move past stores.
 template <class T>
 __device__ __forceinline__ Pack<T> load_pack_readonly(const T* p) {

@@ -37,7 +37,7 @@ __device__ __forceinline__ Pack<T> load_part(const T* p, int begin, int end) {
 template <bool kAligned, class T>
 __device__ __forceinline__ void store_part(T* p, const Pack<T>& pack, int begin, int end) {
   if (kAligned || (end - begin == kPackSize<T> && pack_shift(p) == 0)) {
-    store_pack(p, pack);
+    store_pack_global(p, pack);
   } else {
     store_pack_guarded(p, pack, begin, end);
   }

@@ -233,7 +233,7 @@ struct SoftmaxBatch {
       }
       T* const to = y + at(i) * kSize;
       if (packed) {
-        store_pack(to, result);
+        store_pack_global(to, result);
       } else {
         store_pack_guarded(to, result, 0, kSize);
       }
