@@ -6,7 +6,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from rewrite_helpers import Graph, check, fused, refused
+from rewrite_helpers import Graph, check, fused, ops, ours, refused, relative_error, sites
+
+from ortplugins.rewrite import rewrite
 
 B, N, D, S, L = 2, 3, 8, 5, 7
 W = N * D
@@ -90,11 +92,50 @@ def test_multi_head_attention_over_keys_of_rank_4() -> None:
     assert len(fused(result.model, "FusedAttention")) == 1
 
 
-def test_packed_operands_are_refused() -> None:
+def _numpy_attention(q: np.ndarray, k: np.ndarray, v: np.ndarray, added: np.ndarray, causal: bool) -> np.ndarray:
+    """Attention of (batch, sequence, heads, head_dim), heads merged in the result."""
+    scores = np.einsum("bsnd,bknd->bnsk", q, k, dtype=np.float64) / np.sqrt(q.shape[-1]) + added
+    if causal:
+        scores = np.where(np.tril(np.ones(scores.shape[-2:], bool)), scores, -np.inf)
+    p = np.exp(scores - scores.max(axis=-1, keepdims=True))
+    y = np.einsum("bnsk,bknd->bsnd", p / p.sum(axis=-1, keepdims=True), v)
+    return y.reshape(*y.shape[:2], -1)
+
+
+@pytest.mark.parametrize("separate_queries", [False, True])
+@pytest.mark.parametrize("causal", [0, 1])
+@pytest.mark.parametrize("added", [False, True])
+def test_packed_operands(separate_queries: bool, causal: int, added: bool) -> None:
+    """ONNX Runtime has no CPU kernel for these, so the reference is NumPy."""
+    g = _graph()
+    keys = S if not separate_queries or causal else L
+    packed = _values(B, keys, N, 2 if separate_queries else 3, D)
+    feeds = {"kv": packed}
+    inputs: list[Any] = [g.input("kv", F, ["batch", keys, *packed.shape[2:]])]
+    query = packed[:, :, :, 0]
+    if separate_queries:
+        feeds["q"] = _values(B, S, W)
+        query = feeds["q"].reshape(B, S, N, D)
+        inputs = [g.input("q", F, ["batch", S, W]), *inputs]
+    if added:
+        feeds["m"] = _values(B, N, S, keys)
+        inputs += [None] * (5 - len(inputs)) + [g.input("m", F, ["batch", N, S, keys])]
+    out = g.add("MultiHeadAttention", *inputs, domain="com.microsoft", num_heads=N, unidirectional=causal)
+    _outputs(g, out, ["batch", S, W])
+    model = rewrite(g.model()).model
+    assert len(fused(model, "FusedAttention")) == 1 and "MultiHeadAttention" not in ops(model)
+    mask = feeds["m"] if added else np.zeros(())
+    expected = _numpy_attention(query, packed[:, :, :, -2], packed[:, :, :, -1], mask, bool(causal))
+    assert relative_error(ours(model)(feeds)[0], expected.astype(F)) <= 2e-6
+
+
+def test_packed_operands_with_a_bias_are_refused() -> None:
     g = _graph()
     q = g.input("q", F, ["batch", S, N, 3, D])
-    _outputs(g, g.add("MultiHeadAttention", q, domain="com.microsoft", num_heads=N), ["batch", S, W])
-    refused(g.model(), "attention", "packed into one tensor")
+    out = g.add("MultiHeadAttention", q, None, None, g.weight(3 * W), domain="com.microsoft", num_heads=N)
+    _outputs(g, out, ["batch", S, W])
+    (site,) = sites(rewrite(g.model()), "attention")
+    assert site.status == "skipped" and "together with a bias" in site.reason
 
 
 @pytest.mark.parametrize("mask", [False, True])
@@ -123,35 +164,95 @@ def test_projected_attention(mask: bool, causal: int) -> None:
     assert len(fused(result.model, "FusedAttention")) == 1
 
 
-def test_group_query_attention_is_refused() -> None:
-    g = _graph()
-    q = g.input("q", F, ["batch", 1, 4 * D])
-    k, v = (g.input(n, F, ["batch", 1, 2 * D]) for n in "kv")
-    past = [g.input(n, F, ["batch", 2, "past", D]) for n in ("past_k", "past_v")]
-    lengths, total = g.input("lengths", np.int32, ["batch"]), g.input("total", np.int32, [1])
+def _group_query(
+    g: Graph, past: bool, seq: int | str, lengths: str, total: str, added: str | None = None, **attrs: Any
+) -> None:
+    q = g.input("q", F, ["batch", seq, 4 * D])
+    k, v = (g.input(n, F, ["batch", seq, 2 * D]) for n in "kv")
+    cache = [g.input(n, F, ["batch", 2, "past", D]) if past else None for n in ("past_k", "past_v")]
+    more = [] if added is None else [None, None, None, added]
     out = g.add(
         "GroupQueryAttention",
-        q,
-        k,
-        v,
-        *past,
-        lengths,
-        total,
+        *(q, k, v, *cache, lengths, total, *more),
         domain="com.microsoft",
         num_heads=4,
         kv_num_heads=2,
         outputs=3,
+        **attrs,
     )
-    g.output(out[0], F, ["batch", 1, 4 * D])
+    g.output(out[0], F, ["batch", seq, 4 * D])
     for n in out[1:]:
         g.output(n, F, ["batch", 2, "total", D])
-    feeds = {
-        "q": _values(B, 1, 4 * D),
-        "k": _values(B, 1, 2 * D),
-        "v": _values(B, 1, 2 * D),
-        "past_k": _values(B, 2, 4, D),
-        "past_v": _values(B, 2, 4, D),
-        "lengths": np.array([4, 4], np.int32),
-        "total": np.array([5], np.int32),
-    }
+
+
+def _group_query_feeds(seq: int, past: int | None) -> dict[str, np.ndarray]:
+    feeds = {"q": _values(B, seq, 4 * D), "k": _values(B, seq, 2 * D), "v": _values(B, seq, 2 * D)}
+    if past is not None:
+        feeds |= {n: _values(B, 2, past, D) for n in ("past_k", "past_v")}
+    return feeds
+
+
+def _lengths_from_sizes(g: Graph, past: bool, short: int = 0) -> tuple[str, str]:
+    """Valid lengths, less one, and total length, from the sizes of the inputs; ``short`` tokens less."""
+    one = g.add("Slice", g.add("Shape", "k"), np.array([1]), np.array([2]))
+    if past:
+        one = g.add("Add", one, g.add("Slice", g.add("Shape", "past_k"), np.array([2]), np.array([3])))
+    batch = g.add("Slice", g.add("Shape", "k"), np.array([0]), np.array([1]))
+    last = g.add("Expand", g.add("Sub", one, np.array([1 + short])), batch)
+    return g.add("Cast", last, to=6), g.add("Cast", one, to=6)
+
+
+@pytest.mark.parametrize("past", [None, 4])
+@pytest.mark.parametrize("softcap", [0.0, 2.0])
+@pytest.mark.parametrize("scale", [None, 0.2])
+def test_group_query_attention_with_lengths_from_sizes(past: int | None, softcap: float, scale: float | None) -> None:
+    g = _graph()
+    attrs = {"softcap": softcap} | ({} if scale is None else {"scale": scale})
+    _group_query(g, past is not None, "seq", *_lengths_from_sizes(g, past is not None), **attrs)
+    g.nodes.sort(key=lambda n: n.op_type == "GroupQueryAttention")
+    result = check(g.model(), _group_query_feeds(S if past is None else 1, past))
+    (node,) = fused(result.model, "FusedAttention")
+    assert (node["num_heads"], node["kv_num_heads"], node["is_causal"]) == (4, 2, 1)
+    assert ops(result.model) == ["FusedAttention"]
+
+
+def test_group_query_attention_with_a_bias() -> None:
+    g = _graph()
+    added = g.input("added", F, ["batch", 1, "seq", "seq"])
+    _group_query(g, False, "seq", *_lengths_from_sizes(g, False), added)
+    g.nodes.sort(key=lambda n: n.op_type == "GroupQueryAttention")
+    feeds = _group_query_feeds(S, None) | {"added": _values(B, 1, S, S)}
+    assert ops(check(g.model(), feeds).model) == ["FusedAttention"]
+
+
+def test_group_query_attention_with_constant_lengths() -> None:
+    g = _graph()
+    lengths, total = g.const(np.full(B, S - 1, np.int32)), g.const(np.array([S], np.int32))
+    _group_query(g, False, S, lengths, total)
+    assert ops(check(g.model(), _group_query_feeds(S, None)).model) == ["FusedAttention"]
+
+
+@pytest.mark.parametrize("case", ["given", "short", "ragged"])
+def test_group_query_attention_of_other_lengths_is_refused(case: str) -> None:
+    g = _graph()
+    feeds = _group_query_feeds(1, 4)
+    if case == "given":
+        lengths, total = g.input("lengths", np.int32, ["batch"]), g.input("total", np.int32, [1])
+        feeds |= {"lengths": np.array([4, 4], np.int32), "total": np.array([5], np.int32)}
+    elif case == "short":
+        lengths, total = _lengths_from_sizes(g, True, short=1)
+    else:
+        lengths, total = g.const(np.array([4, 3], np.int32)), _lengths_from_sizes(g, True)[1]
+    _group_query(g, True, 1, lengths, total)
+    g.nodes.sort(key=lambda n: n.op_type == "GroupQueryAttention")
     refused(g.model(), "attention", "only known at run time", feeds)
+
+
+@pytest.mark.parametrize(
+    ("attrs", "reason"), [({"local_window_size": 3}, "a local window"), ({"smooth_softmax": 1}, "a sink")]
+)
+def test_group_query_attention_of_another_kind_is_refused(attrs: dict[str, int], reason: str) -> None:
+    g = _graph()
+    _group_query(g, False, "seq", *_lengths_from_sizes(g, False), **attrs)
+    g.nodes.sort(key=lambda n: n.op_type == "GroupQueryAttention")
+    refused(g.model(), "attention", reason, _group_query_feeds(S, None))

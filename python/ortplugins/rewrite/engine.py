@@ -56,7 +56,6 @@ class Rewriter:
         keep: Iterable[str],
         options: Options,
         rules: Sequence[Rule] = RULES,
-        progress: Progress | None = None,
     ) -> None:
         self.model = model
         self.report = Report()
@@ -65,7 +64,6 @@ class Rewriter:
         self._skip = frozenset(skip)
         self._keep = frozenset(keep)
         self._options = options
-        self._progress = progress
         self._calls: dict[object, list[list[tuple[Shape | None, ir.DataType | None]]]] = {}
         self._memo: dict[ir.Graph | ir.Function, dict[object, ir.Value]] = {}
         self._names = Names(set(_used_names(model)))

@@ -8,11 +8,11 @@ from collections.abc import Callable
 import numpy as np
 import onnx_ir as ir
 
-from ..facts import Facts, attr, tensor_of
+from ..facts import Facts, attr, op_of, tensor_of
 from ..layout import Arrangement, Factor
 from ..operands import Level
 from ..report import Refused
-from ..symbolic import exact_div
+from ..symbolic import Size, exact_div
 from ..tape import Tape
 from . import TYPES
 from .attention_problem import Problem
@@ -151,17 +151,17 @@ def _padding(facts: Facts, node: ir.Node, mask: ir.Value, dtype: ir.DataType) ->
 
 
 def _multi_head_attention(facts: Facts, node: ir.Node) -> Problem:
-    """com.microsoft MultiHeadAttention with separate queries, keys and values."""
+    """com.microsoft MultiHeadAttention."""
     _not_referring(node)
     q, k, v, bias, padding, added, past_k, past_v, *more = _inputs(node, 10)
     outputs = [*node.outputs, *[None] * (4 - len(node.outputs))]
     used = [o is not None and bool(o.uses() or o.is_graph_output()) for o in outputs]
-    if k is None or v is None:
-        raise Refused("queries, keys and values are packed into one tensor", node)
     if used[3]:
         raise Refused("the node gives its scores out", node)
     if any(x is not None for x in more):
         raise Refused("the cache is updated in place", node)
+    if v is None:
+        return _packed_multi_head_attention(facts, node, q, k, [bias, padding, past_k], added)
     shapes = [facts.shape(x) for x in (q, k, v)]
     n = attr(node, "num_heads")
     if (
@@ -228,6 +228,50 @@ def _multi_head_attention(facts: Facts, node: ir.Node) -> Problem:
         own=own if past_k is not None else None,
         present_k=outputs[1] if used[1] else None,
         present_v=outputs[2] if used[2] else None,
+    )
+
+
+def _packed_multi_head_attention(
+    facts: Facts,
+    node: ir.Node,
+    q: ir.Value,
+    kv: ir.Value | None,
+    others: list[ir.Value | None],
+    added: ir.Value | None,
+) -> Problem:
+    """MultiHeadAttention of (batch, sequence, heads, 3, head_dim), or of queries and (batch, keys, heads, 2, head_dim)."""
+    if any(x is not None for x in others):
+        raise Refused("packed queries, keys and values together with a bias, a padding mask or a cache", node)
+    packed = q if kv is None else kv
+    shape, qs = facts.shape(packed), facts.shape(q)
+    count, n = 3 if kv is None else 2, attr(node, "num_heads")
+    if shape is None or qs is None or len(shape) != 5 or shape[2:4] != (n, count) or not isinstance(shape[4], int):
+        raise Refused("the packed operand is not (batch, sequence, heads, 3 or 2, head_dim)", node)
+    b, s = Factor("b", shape[0]), Factor("s", qs[1])
+    own, heads = Factor("k", shape[1]), Factor("n", n)
+    dim, dim_v = Factor("d", shape[4]), Factor("v", shape[4])
+
+    def part(i: int, seq: Factor, last: Factor) -> Level:
+        level = Level(packed, [[b], [seq], [heads], [last]])
+        level.make = lambda tape: tape.op("Gather", [packed, tape.constant(np.array(i, np.int64))], {"axis": 3})
+        return level
+
+    scale = attr(node, "scale", 0.0)
+    return Problem(
+        q=part(0, s, dim) if kv is None else Level(q, [[b], [s], [heads, dim]]),
+        k=part(count - 2, own, dim),
+        v=part(count - 1, own, dim_v),
+        out=Level(node.outputs[0], [[b], [s], [heads, dim_v]]),
+        batch=[b],
+        heads=[heads],
+        sq=s,
+        sk=own,
+        d=dim,
+        dv=dim_v,
+        scale=float(scale) or 1.0 / math.sqrt(shape[4]),
+        terms=[] if added is None else [Term(added, [[b], [heads], [s], [own]], node)],
+        nodes=[node],
+        is_causal=bool(attr(node, "unidirectional", 0)),
     )
 
 
@@ -301,10 +345,96 @@ def _projection(x: ir.Value, w: ir.Value, bias: ir.Value | None, start: int, sto
     return make
 
 
+_GROUPED_ATTRIBUTES = frozenset(
+    {"num_heads", "kv_num_heads", "scale", "softcap", "do_rotary", "rotary_interleaved", "local_window_size"}
+    | {"smooth_softmax", "qk_output", "k_quant_type", "v_quant_type", "kv_cache_bit_width"}
+)
+
+
 def _grouped_query_attention(facts: Facts, node: ir.Node) -> Problem:
-    raise Refused(
-        "GroupQueryAttention writes new keys into its cache at positions that are only known at run time", node
+    """com.microsoft GroupQueryAttention, where every sequence is known to be as long as the tensors.
+
+    The node writes new keys behind the valid part of the cache, which may end elsewhere in each sequence. Where the
+    lengths are computed from the sizes, cache and new keys are simply joined.
+    """
+    _not_referring(node)
+    q, k, v, past_k, past_v, valid, total, _cos, _sin, _positions, added, *more = _inputs(node, 14)
+    outputs = [*node.outputs, *[None] * (4 - len(node.outputs))]
+    used = [o is not None and bool(o.uses() or o.is_graph_output()) for o in outputs]
+    if unknown := set(node.attributes) - _GROUPED_ATTRIBUTES:
+        raise Refused(f"attribute {sorted(unknown)[0]} is not understood", node)
+    if attr(node, "do_rotary", 0):
+        raise Refused("the node rotates queries and keys", node)
+    if attr(node, "local_window_size", -1) != -1:
+        raise Refused("the node has a local window, which its kernels count differently", node)
+    if attr(node, "smooth_softmax", 0) == 1 or any(x is not None for x in more):
+        raise Refused("the node has a sink or a quantised cache", node)
+    if k is None or v is None:
+        raise Refused("queries, keys and values are packed into one tensor", node)
+    if used[3]:
+        raise Refused("the node gives its scores out", node)
+    shapes = [facts.shape(x) for x in (q, k, v)]
+    n, nkv = attr(node, "num_heads"), attr(node, "kv_num_heads")
+    if any(s is None or len(s) != 3 for s in shapes):
+        raise Refused("the ranks of the inputs are not 3", node)
+    qs, ks, vs = shapes
+    d, dv = exact_div(ks[2], nkv), exact_div(vs[2], nkv)
+    if not isinstance(d, int) or dv is None or qs[2] != n * d or n % nkv:
+        raise Refused("the head size is not known", node)
+    past = facts.shape(past_k) if past_k is not None else (0, 0, 0, 0)
+    if past is None or len(past) != 4 or (past_k is None) != (past_v is None):
+        raise Refused("the cache is not known to be two tensors of rank 4", node)
+    length = past[2] + qs[1]
+    if ks[1] != qs[1] or _uniform(facts, valid) != length - 1 or _uniform(facts, total) != length:
+        raise Refused(
+            "the valid lengths of its sequences are only known at run time, and so is where new keys are written", node
+        )
+    b, s, own = Factor("b", qs[0]), Factor("s", qs[1]), Factor("k", ks[1])
+    heads, groups = Factor("n", nkv), Factor("g", n // nkv)
+    both = [heads, groups] if n != nkv else [heads]
+    dim, dim_v = Factor("d", d), Factor("v", dv)
+    j = Factor("j", length) if past_k is not None else own
+    scale = attr(node, "scale", 0.0)
+    return Problem(
+        q=Level(q, [[b], [s], [*both, dim]]),
+        k=Level(k, [[b], [own], [heads, dim]]),
+        v=Level(v, [[b], [own], [heads, dim_v]]),
+        out=Level(node.outputs[0], [[b], [s], [*both, dim_v]]),
+        batch=[b],
+        heads=both,
+        sq=s,
+        sk=j,
+        d=dim,
+        dv=dim_v,
+        scale=float(scale) or 1.0 / math.sqrt(d),
+        softcap=float(attr(node, "softcap", 0.0)),
+        terms=[] if added is None else [Term(added, [[b], both, [s], [j]], node)],
+        nodes=[node],
+        is_causal=True,
+        past_k=past_k,
+        past_v=past_v,
+        own=own if past_k is not None else None,
+        present_k=outputs[1] if used[1] else None,
+        present_v=outputs[2] if used[2] else None,
     )
+
+
+def _uniform(facts: Facts, value: ir.Value | None) -> Size | None:
+    """The integer that every element of a tensor has, as a formula over sizes; None if that is not known."""
+    data = facts.ints(value)
+    if data:
+        return data[0] if all(x == data[0] for x in data) else None
+    node = value.producer() if value is not None else None
+    op = op_of(node)
+    if op in ("Cast", "Expand", "Reshape", "Unsqueeze", "Squeeze", "Identity", "Tile"):
+        return _uniform(facts, node.inputs[0])
+    if op == "ConstantOfShape":
+        fill = attr(node, "value")
+        return int(fill.numpy().reshape(-1)[0]) if fill is not None and fill.dtype.is_integer() else None
+    if op in ("Add", "Sub"):
+        a, b = (_uniform(facts, x) for x in node.inputs)
+        return None if a is None or b is None else a + b if op == "Add" else a - b
+    return None
 
 
 OPERATORS: dict[str, Callable[[Facts, ir.Node], Problem]] = {
