@@ -227,7 +227,50 @@ def test_factor_that_depends_on_the_sum() -> None:
     assert ops(result.model) == ["Add", "ReduceMax", "FusedLayerNorm"]
 
 
+def _branches(g: Graph, read: str, write: Callable[[Graph, str], str]) -> str:
+    """An If whose branches compute from a value of the outer graph."""
+    bodies = []
+    for name in ("then", "else"):
+        inner = Graph()
+        inner._count = 1000 if name == "then" else 2000
+        y = write(inner, read)
+        value = helper.make_tensor_value_info(y, onnx.TensorProto.FLOAT, SHAPE)
+        bodies.append(helper.make_graph(inner.nodes, name, [], [value], inner.initializers))
+    return g.add("If", g.input("c", bool, []), then_branch=bodies[0], else_branch=bodies[1])
+
+
+def test_norm_in_branches_reads_a_sum_outside() -> None:
+    """The sum stays in the outer graph, the norms go where they are."""
+    g = Graph()
+    s = g.add("Add", g.input("x", F, SHAPE), g.input("r", F, SHAPE))
+    g.output(_branches(g, s, lambda inner, x: affine(inner, norm(inner, x))), shape=SHAPE)
+    result = check(g.model(), {"x": X, "r": R, "c": np.array(True)}, {"x": X, "r": R, "c": np.array(False)})
+    assert [s.status for s in sites(result, "layer_norm")] == ["fused", "fused"]
+    assert ops(result.model) == ["Add", "If"]
+
+
+def test_sum_that_a_branch_reads_is_an_output() -> None:
+    g = Graph()
+    s = g.add("Add", g.input("x", F, SHAPE), g.input("r", F, SHAPE))
+    y = g.add("LayerNormalization", s, GAMMA, BETA)
+    g.output(g.add("Add", y, _branches(g, s, lambda inner, x: inner.add("Tanh", x))), shape=SHAPE)
+    result = check(g.model(), {"x": X, "r": R, "c": np.array(True)})
+    (node,) = fused(result.model, "FusedLayerNorm")
+    assert len(node["outputs"]) == 2 and ops(result.model) == ["FusedLayerNorm", "If", "Add"]
+
+
 # -- ONNX Runtime's operators
+
+
+@pytest.mark.parametrize("simplified", [False, True])
+def test_epsilon_of_the_skip_operators_when_it_is_left_out(simplified: bool) -> None:
+    g = Graph()
+    g.domains = [MS]
+    x, r = g.input("x", F, SHAPE), g.input("r", F, SHAPE)
+    op = "SkipSimplifiedLayerNormalization" if simplified else "SkipLayerNormalization"
+    g.output(g.add(op, x, r, GAMMA, domain=MS), shape=SHAPE)
+    tiny = np.float32(1e-4)  # a variance near the usual epsilons
+    check(g.model(), {"x": tiny * X, "r": tiny * R}, bound=1e-5)
 
 
 @pytest.mark.parametrize("simplified", [False, True])
