@@ -41,7 +41,10 @@ class Expectation(NamedTuple):
 
 
 EXPECTATIONS = (
-    Expectation(r"softmax_(warp_per_row|block_registers|cluster_registers|online)_", (r"LDG\.E\.128", r"STG\.E\.128", r"MUFU\.EX2")),
+    Expectation(
+        r"softmax_(warp_per_row|block_registers|cluster_registers|online)_",
+        (r"LDG\.E\.128", r"STG\.E\.128", r"MUFU\.EX2"),
+    ),
     Expectation(r"softmax_shared_", (r"LDGSTS\.E\.\S*128", r"LDS\.128", r"STG\.E\.128", r"MUFU\.EX2")),
     Expectation(r"layer_norm_", (r"LDG\.E\.128", r"STG\.E\.128")),
     Expectation(r"gemm_simt_", (r"FFMA",)),
@@ -110,7 +113,7 @@ def main(files: tuple[Path, ...], cuobjdump: str, every: bool) -> None:
         return subprocess.run([cuobjdump, option, str(file)], capture_output=True, text=True, check=True).stdout
 
     if shutil.which(cuobjdump) is None:
-        raise click.ClickException(f"{cuobjdump} is not there: it comes with the CUDA toolkit; name it with --cuobjdump")
+        raise click.ClickException(f"{cuobjdump} is not there: it comes with the CUDA toolkit; --cuobjdump names it")
     table = Table("arch", "kernel", "registers", "shared", "fault")
     kernels, faulty = 0, 0
     for file in files:
@@ -119,7 +122,8 @@ def main(files: tuple[Path, ...], cuobjdump: str, every: bool) -> None:
             faults = faults_of(kernel, sass.get((kernel.arch, kernel.name), ""))
             kernels, faulty = kernels + 1, faulty + bool(faults)
             if every or faults:
-                table.add_row(kernel.arch, short_name(kernel.name), str(kernel.registers), str(kernel.shared), ", ".join(faults))
+                numbers = str(kernel.registers), str(kernel.shared)
+                table.add_row(kernel.arch, short_name(kernel.name), *numbers, ", ".join(faults))
     console = Console()
     console.print(table)
     console.print(f"{kernels} kernels, {faulty} with a fault")

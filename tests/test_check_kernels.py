@@ -62,10 +62,9 @@ def test_reads_every_kernel_of_every_architecture() -> None:
 
 
 def test_finds_spills_and_missing_instructions() -> None:
-    faults = [
-        check_kernels.faults_of(kernel, sass)
-        for kernel, (_, _, sass) in zip(check_kernels.parse_resources(RESOURCES), check_kernels.parse_sass(SASS), strict=True)
-    ]
+    bodies = [body for _, _, body in check_kernels.parse_sass(SASS)]
+    kernels = check_kernels.parse_resources(RESOURCES)
+    faults = [check_kernels.faults_of(kernel, body) for kernel, body in zip(kernels, bodies, strict=True)]
     assert faults == [[], ["local memory (16 bytes a thread)", r"no LDGSTS\.E\.\S*128"]]
 
 
