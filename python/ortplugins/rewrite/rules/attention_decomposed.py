@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import onnx_ir as ir
 
@@ -117,36 +118,75 @@ def product_after(value: ir.Value) -> ir.Node | None:
     return None
 
 
+@dataclass
+class _Scores:
+    """The first product: one factor for each letter of the contraction, and what its operands and result are made of."""
+
+    product: ir.Node
+    a: str
+    b: str
+    out: str
+    factors: dict[str, Factor]
+    operands: list[Arrangement]
+    arrangement: Arrangement
+
+    @property
+    def contracted(self) -> str:
+        (letter,) = (set(self.a) & set(self.b)) - set(self.out)
+        return letter
+
+
+@dataclass
+class _Values:
+    """The second product: its values, and what they and its result are made of."""
+
+    product: ir.Node
+    value: ir.Value
+    dim: Factor
+    arrangement: Arrangement
+    out: Arrangement
+
+
 def decomposed(facts: Facts, path: Sequence[tuple[ir.Node, int]], softmax: ir.Node) -> Problem:
-    qk = path[-1][0]
+    """The attention around a Softmax: what comes to it along `path`, and what is done with its probabilities."""
+    scores = _first_product(facts, path[-1][0])
+    steps = _Steps(facts, scores.arrangement)
+    nodes, sk = _to_softmax(facts, path, softmax, steps)
+    value, arrangement, more = _probabilities(facts, softmax, resolve(steps.arrangement), steps.terms)
+    values = _second_product(facts, softmax, value, arrangement, sk)
+    nodes += [*more, values.product]
+    return _problem(facts, softmax, scores, steps, values, arrangement, sk, nodes)
+
+
+def _first_product(facts: Facts, qk: ir.Node) -> _Scores:
     letters = contraction(facts, qk)
     if letters is None:
         raise Refused("the ranks of the operands of the product are not known", qk)
     _not_quantised(qk)
-    a_letters, b_letters, out_letters = letters
-    contracted = (set(a_letters) & set(b_letters)) - set(out_letters)
-    if len(contracted) != 1:
+    a, b, out = letters
+    if len((set(a) & set(b)) - set(out)) != 1:
         raise Refused("the product does not contract exactly one axis", qk)
-
-    # One factor for each letter. An operand whose axis is of size 1 where the other's is not is repeated along it.
-    factors: dict[str, Factor] = {}
-    arrangements: list[Arrangement] = []
+    # An operand whose axis is of size 1 where the other's is not is repeated along it.
     shapes = [facts.shape(v) for v in qk.inputs]
     size: dict[str, Size] = {}
-    for axes, shape in zip((a_letters, b_letters), shapes):
+    for axes, shape in zip((a, b), shapes):
         for c, s in zip(axes, shape):
             if size.get(c, 1) == 1:
                 size[c] = s
             elif s != 1 and s != size[c]:
                 raise Refused(f"axes of size {size[c]} and {s} of the two operands are not known to be equal", qk)
-    for c, s in size.items():
-        factors[c] = Factor(c, s)
-    for axes, shape in zip((a_letters, b_letters), shapes):
-        arrangements.append([[factors[c]] if s == size[c] else [] for c, s in zip(axes, shape)])
-    scores: Arrangement = [[factors[c]] for c in out_letters]
+    factors = {c: Factor(c, s) for c, s in size.items()}
+    operands = [
+        [[factors[c]] if s == size[c] else [] for c, s in zip(axes, shape)] for axes, shape in zip((a, b), shapes)
+    ]
+    return _Scores(qk, a, b, out, factors, operands, [[factors[c]] for c in out])
 
-    # Forward from the product to Softmax.
-    steps = _Steps(facts, scores)
+
+def _to_softmax(
+    facts: Facts, path: Sequence[tuple[ir.Node, int]], softmax: ir.Node, steps: _Steps
+) -> tuple[list[ir.Node], Factor]:
+    """Takes the steps from the first product to Softmax: the nodes, and the factor that Softmax runs along."""
+    qk = path[-1][0]
     value = qk.outputs[0]
     nodes: list[ir.Node] = [qk]
     for node, index in reversed(path[:-1]):
@@ -175,32 +215,33 @@ def decomposed(facts: Facts, path: Sequence[tuple[ir.Node, int]], softmax: ir.No
             raise Refused(
                 f"the mask {show(shape)} is not known to broadcast to the scores {show(sizes(arrangement))}", node
             )
+    return nodes, sk
 
-    # From Softmax to the second product.
-    value, arrangement, more = _probabilities(facts, softmax, arrangement, steps.terms)
-    nodes += more
-    pv = facts.only_reader(value)
+
+def _second_product(
+    facts: Facts, softmax: ir.Node, probabilities: ir.Value, arrangement: Arrangement, sk: Factor
+) -> _Values:
+    pv = facts.only_reader(probabilities)
     if pv is None:
         raise Refused("the probabilities are used by other nodes than the second product", softmax)
     if not _is_product(pv):
         raise Refused(f"{op_of(pv)} between Softmax and the second product is not understood", pv)
-    nodes.append(pv)
     _not_quantised(pv)
     letters = contraction(facts, pv)
     if letters is None:
         raise Refused("the ranks of the operands of the product are not known", pv)
-    p_at = 0 if pv.inputs[0] is value else 1
     if pv.inputs[0] is pv.inputs[1]:
         raise Refused("the second product multiplies the probabilities with themselves", pv)
+    p_at = 0 if pv.inputs[0] is probabilities else 1
     p_letters, v_letters, y_letters = letters[p_at], letters[1 - p_at], letters[2]
-    v_value = pv.inputs[1 - p_at]
-    v_shape = facts.shape(v_value)
+    value = pv.inputs[1 - p_at]
+    shape = facts.shape(value)
     of: dict[str, list[Factor]] = dict(zip(p_letters, arrangement))
     own = [c for c in v_letters if c not in p_letters]
     if len(own) != 1:
         raise Refused("the second product does not have one axis of its own for the values", pv)
-    dv = Factor("v", v_shape[v_letters.index(own[0])])
-    of[own[0]] = [dv]
+    dim = Factor("v", shape[v_letters.index(own[0])])
+    of[own[0]] = [dim]
     contracted = (set(p_letters) & set(v_letters)) - set(y_letters)
     if (
         len(contracted) != 1
@@ -209,7 +250,7 @@ def decomposed(facts: Facts, path: Sequence[tuple[ir.Node, int]], softmax: ir.No
     ):
         raise Refused("the second product does not sum over the axis that Softmax normalises", pv)
     v_arrangement: Arrangement = []
-    for c, s in zip(v_letters, v_shape):
+    for c, s in zip(v_letters, shape):
         want = size_of(of[c])
         if s == want:
             v_arrangement.append(of[c])
@@ -217,49 +258,59 @@ def decomposed(facts: Facts, path: Sequence[tuple[ir.Node, int]], softmax: ir.No
             v_arrangement.append([])
         else:
             raise Refused(f"axes of size {want} and {s} of the two operands are not known to be equal", pv)
-    missing = [c for c in p_letters if c not in v_letters and c not in y_letters]
-    if missing:
+    if any(c not in v_letters and c not in y_letters for c in p_letters):
         raise Refused("the second product sums over an axis that only the probabilities have", pv)
-    out_arrangement = [of[c] for c in y_letters]
+    return _Values(pv, value, dim, v_arrangement, [of[c] for c in y_letters])
 
-    # Which letter of the first product is what.
+
+def _problem(
+    facts: Facts,
+    softmax: ir.Node,
+    scores: _Scores,
+    steps: _Steps,
+    values: _Values,
+    arrangement: Arrangement,
+    sk: Factor,
+    nodes: list[ir.Node],
+) -> Problem:
+    """Says which operand of the first product holds the keys, and which of its letters are batch and heads."""
+    qk, factors, operands = scores.product, scores.factors, (scores.a, scores.b)
     sk_letter = next((c for c, f in factors.items() if sk in f.leaves()), None)
-    only_a = [c for c in out_letters if c in a_letters and c not in b_letters]
-    only_b = [c for c in out_letters if c in b_letters and c not in a_letters]
+    only_a = [c for c in scores.out if c in scores.a and c not in scores.b]
+    only_b = [c for c in scores.out if c in scores.b and c not in scores.a]
     k_at = 0 if sk_letter in only_a else 1 if sk_letter in only_b else None
     if k_at is None or factors[sk_letter].leaves() != [sk]:
         raise Refused("Softmax runs along an axis that both operands of the first product have", softmax)
+    q_at = 1 - k_at
     mine, other = (only_a, only_b) if k_at == 0 else (only_b, only_a)
     # Batch axes that the other operand lacks: the keys are shared by several query heads.
-    extra = [c for c in other if c not in (a_letters, b_letters)[1 - k_at][-2:]] if op_of(qk) == "MatMul" else []
+    extra = [c for c in other if c not in operands[q_at][-2:]] if op_of(qk) == "MatMul" else []
     rows = [c for c in other if c not in extra]
     if len(mine) != 1 or len(rows) != 1:
         raise Refused("the first product does not have one query axis and one key axis", qk)
-    shared = [c for c in out_letters if c not in (sk_letter, rows[0])]
-    (d_letter,) = (set(a_letters) & set(b_letters)) - set(out_letters)
-    q_at = 1 - k_at
+    shared = [c for c in scores.out if c not in (sk_letter, rows[0])]
     order = _shared_order(arrangement, factors, shared)
     problem = Problem(
-        q=Level(qk.inputs[q_at], arrangements[q_at]),
-        k=Level(qk.inputs[k_at], arrangements[k_at]),
-        v=Level(v_value, v_arrangement),
-        out=Level(pv.outputs[0], out_arrangement),
+        q=Level(qk.inputs[q_at], scores.operands[q_at]),
+        k=Level(qk.inputs[k_at], scores.operands[k_at]),
+        v=Level(values.value, values.arrangement),
+        out=Level(values.product.outputs[0], values.out),
         batch=[factors[c] for c in order[:-1]],
         heads=[factors[c] for c in order[-1:]],
         sq=factors[rows[0]],
         sk=sk,
-        d=factors[d_letter],
-        dv=dv,
+        d=factors[scores.contracted],
+        dv=values.dim,
         scale=steps.scale,
         softcap=steps.softcap,
         terms=steps.terms,
         q_factors=steps.q_factors,
         nodes=nodes,
     )
-    while len(problem.batch) > 0 and problem.heads and not _in_any(problem.heads[0], arrangements[k_at]):
+    while len(problem.batch) > 0 and problem.heads and not _in_any(problem.heads[0], scores.operands[k_at]):
         problem.heads.insert(0, problem.batch.pop())
     if problem.q_factors:
-        _move_factors_to_q(facts, problem, qk, out_letters)
+        _move_factors_to_q(facts, problem, qk, scores.out)
     return problem
 
 
