@@ -55,9 +55,20 @@ Status encode_tensor_map(CUtensorMap* map, const T* base, int rank, const int64_
     box_dims[i] = static_cast<cuuint32_t>(box[i]);
     element_strides[i] = 1;
   }
-  const CUresult result = encoder(map, tensor_map_type<T>(), static_cast<cuuint32_t>(rank), const_cast<T*>(base), global_dims,
-                                  global_strides, box_dims, element_strides, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-                                  CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  const auto encode = [&] {
+    return encoder(map, tensor_map_type<T>(), static_cast<cuuint32_t>(rank), const_cast<T*>(base), global_dims, global_strides, box_dims,
+                   element_strides, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                   CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  };
+  CUresult result = encode();
+  if (result == CUDA_ERROR_INVALID_CONTEXT || result == CUDA_ERROR_NOT_INITIALIZED) {
+    // The first call on this thread: only the runtime's own calls make a device's context current there.
+    int device = 0;
+    cudaError_t error = cudaGetDevice(&device);
+    if (error == cudaSuccess) error = cudaSetDevice(device);
+    if (error != cudaSuccess) return status_of(error, "cudaSetDevice");
+    result = encode();
+  }
   return result == CUDA_SUCCESS ? Status{} : Status::cuda("cuTensorMapEncodeTiled", static_cast<int>(result));
 }
 
