@@ -548,6 +548,8 @@ class Buffer {
   explicit Buffer(int64_t bytes) : bytes_(static_cast<size_t>(bytes)) {
     check(cudaMalloc(&memory_, bytes_ + 2 * kGuard), "cudaMalloc");
     check(cudaMemset(memory_, kPattern, bytes_ + 2 * kGuard), "cudaMemset");
+    // It is on its way only, and a non-blocking stream does not wait for it: it would overwrite inputs that come that way.
+    check(cudaStreamSynchronize(nullptr), "cudaStreamSynchronize");
   }
   Buffer(const Buffer&) = delete;
   Buffer& operator=(const Buffer&) = delete;

@@ -64,10 +64,10 @@ bool supports_warp_per_row(const SoftmaxParams& p, const DeviceInfo& device) {
 bool supports_block_registers(const SoftmaxParams& p, const DeviceInfo& device) {
   return supports_block_online(p, device) && p.cols <= kSoftmaxBlockElements && p.rows <= kMostRows;
 }
-// Two blocks for a row.
+// Two blocks for a row of float32; 16-bit types, for which exp is computed twice anyway, are faster in shared memory.
 bool supports_cluster_registers(const SoftmaxParams& p, const DeviceInfo& device) {
-  return supports_block_online(p, device) && device.sm >= 90 && p.cols > kSoftmaxBlockElements && p.rows <= kMostRows / 2 &&
-         p.cols <= 2 * kSoftmaxBlockElements;
+  return supports_block_online(p, device) && device.sm >= 90 && p.dtype == DType::kFloat32 && p.rows <= kMostRows / 2 &&
+         p.cols > kSoftmaxBlockElements && p.cols <= 2 * kSoftmaxBlockElements;
 }
 bool supports_block_shared(const SoftmaxParams& p, const DeviceInfo& device) {
   return supports_block_online(p, device) && softmax_row_packs(p) * 16 <= softmax_shared_bytes(device);
@@ -91,8 +91,8 @@ constexpr Variant<SoftmaxParams> kSoftmaxVariants[] = {
     {104, "block_registers", DeviceKind::kCuda, supports_block_registers, launch_softmax_block_registers},
     {107, "split", DeviceKind::kCuda, supports_split, launch_softmax_split, softmax_split_workspace},
     {106, "cluster_shared", DeviceKind::kCuda, supports_cluster_shared, launch_softmax_cluster_shared},
-    {103, "block_shared", DeviceKind::kCuda, supports_block_shared, launch_softmax_block_shared},
     {108, "cluster_registers", DeviceKind::kCuda, supports_cluster_registers, launch_softmax_cluster_registers},
+    {103, "block_shared", DeviceKind::kCuda, supports_block_shared, launch_softmax_block_shared},
     {102, "block_online", DeviceKind::kCuda, supports_block_online, launch_softmax_block_online},
     {101, "strided_online", DeviceKind::kCuda, supports_strided_online, launch_softmax_strided_online},
 #endif

@@ -213,14 +213,11 @@ Status launch_softmax_block_registers(const SoftmaxParams& p, const ExecContext&
 
 Status launch_softmax_cluster_registers(const SoftmaxParams& p, const ExecContext& context) {
   if (is_empty(p)) return {};
-  return dispatch(p.dtype, [&](auto tag) {
-    using T = typename decltype(tag)::type;
-    constexpr int kPacks = static_cast<int>(kSoftmaxBlockElements) / kBlockRowThreads / kPackSize<T>;
-    const auto kernel = softmax_is_plain(p) ? softmax_cluster_registers_kernel<T, kPacks, false>
-                                            : softmax_cluster_registers_kernel<T, kPacks, true>;
-    return launch_with({ClusterGroup::kBlocks}, "softmax_cluster_registers", kernel,
-                       static_cast<unsigned>(p.rows * ClusterGroup::kBlocks), kBlockRowThreads, 0, context, p);
-  });
+  constexpr int kPacks = static_cast<int>(kSoftmaxBlockElements) / kBlockRowThreads / kPackSize<float>;
+  const auto kernel = softmax_is_plain(p) ? softmax_cluster_registers_kernel<float, kPacks, false>
+                                          : softmax_cluster_registers_kernel<float, kPacks, true>;
+  return launch_with({ClusterGroup::kBlocks}, "softmax_cluster_registers", kernel,
+                     static_cast<unsigned>(p.rows * ClusterGroup::kBlocks), kBlockRowThreads, 0, context, p);
 }
 
 Status launch_softmax_strided_online(const SoftmaxParams& p, const ExecContext& context) {
