@@ -96,8 +96,18 @@ def rewrite(
         result.path = Path(output)
         save(model, result.path, progress)
     report.seconds = time.perf_counter() - start
-    report.peak_memory = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    report.peak_memory = _peak_memory()
     return result
+
+
+def _peak_memory() -> int:
+    """Largest resident size of this process in bytes. ``getrusage`` alone would count what the parent process held when it
+    started this one."""
+    status = Path("/proc/self/status")
+    for line in status.read_text().splitlines() if status.exists() else ():
+        if line.startswith("VmHWM:"):
+            return 1024 * int(line.split()[1])
+    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
 @contextlib.contextmanager
