@@ -123,6 +123,15 @@ def _no_collection() -> Iterator[None]:
             gc.enable()
 
 
+def _peak_memory() -> int:
+    """Largest resident size of this process so far, in bytes."""
+    # getrusage would count the process that started this one: Linux carries its peak over an exec.
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("VmHWM:"):
+            return 1024 * int(line.split()[1])
+    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
 def _load(path: Path) -> ir.Model:
     try:
         model = ir.load(path)
