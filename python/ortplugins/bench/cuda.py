@@ -343,6 +343,7 @@ class _Captured:
                 for _ in range(repeats):
                     for call in calls:
                         call()
+        self._kept = list(calls)  # a graph holds addresses, not the workspaces that the calls own
         self.seconds()
 
     def seconds(self) -> float:
