@@ -318,7 +318,7 @@ def bound_of(case: Case, expected: GemmResult, dtype: str, precision: str = "iee
     Sums of random signs grow like sqrt(k) while |A||B| grows like k: a float32 sum in any order is off by a few units of
     |A||B| 2^-24 whatever k is. With one sign the sum is |A||B| itself, and rounding adds up like sqrt(k). Tensor cores
     cut off instead of rounding, about once for 8 products. TF32 rounds each factor to 11 bits; errors of random sign grow
-    like sqrt(k), too.
+    like sqrt(k), too, unless few products make up the sum.
     """
     unit = EPSILON["float32"] / 2
     factor = min(case.k + 2.0, 8.0) + (2.0 * math.sqrt(case.k) if case.same_sign else 0.0)
@@ -326,7 +326,8 @@ def bound_of(case: Case, expected: GemmResult, dtype: str, precision: str = "iee
         factor = 2.0 * factor + case.k / 8.0 * (1.0 if case.same_sign else 1.0 / math.sqrt(case.k + 1.0))
     relative = factor * unit
     if precision == "tf32":
-        relative += 2.0**-10 * (1.0 if case.same_sign else min(1.0, 6.0 / math.sqrt(case.k + 1.0)))
+        whole = case.same_sign or case.spoil in (spread, pick_small)
+        relative += 2.0**-10 * (1.0 if whole else min(1.0, 6.0 / math.sqrt(case.k + 1.0)))
     before = relative * expected.product_size + 4.0 * unit * expected.addend_size + 2.0**-149
     # No activation is steeper than 1.13. Their own error: of relative size, and that of 1 + erf(x) near -1.
     own = 8.0 * unit * np.abs(expected.before)

@@ -97,18 +97,21 @@ bool supports_any(const GemmParams&, const DeviceInfo&) { return true; }
 bool supports_cuda(const GemmParams&, const DeviceInfo& device) { return device.sm >= 80; }
 bool supports_half(const GemmParams& p, const DeviceInfo& device) { return device.sm >= 80 && p.dtype != DType::kFloat32; }
 bool supports_float(const GemmParams& p, const DeviceInfo& device) { return device.sm >= 80 && p.dtype == DType::kFloat32; }
+int64_t tiles(const GemmParams& p, int64_t block_m, int64_t block_n) {
+  return ((p.m + block_m - 1) / block_m) * ((p.n + block_n - 1) / block_n) * p.batch;
+}
 // Products of up to 64 x 64 would fill a quarter of a tile of 128 x 128.
 bool suits_128(const GemmParams& p, const DeviceInfo&) { return p.m > 64 || p.n > 64; }
 bool suits_split(const GemmParams& p, const DeviceInfo& device) { return suits_128(p, device) && gemm_simt_split_parts(p, device) > 1; }
+// A tile of 256 rows has a multiprocessor to itself; it is ahead as soon as most of them have one. H200, us: 4096 x 4096 x 4096
+// 3162 and 3411 of 128 x 128, 2048 x 2048 x 2048 401 and 436, 4096 x 768 x 3072 598 and 643.
+bool suits_simt_256(const GemmParams& p, const DeviceInfo& device) { return suits_128(p, device) && 3 * tiles(p, 256, 128) >= 2 * device.sm_count; }
 // Less exact arithmetic only where the node asks for it.
 bool supports_tf32(const GemmParams& p, const DeviceInfo& device) { return supports_float(p, device) && p.precision == Precision::kTf32; }
 bool supports_tf32x3(const GemmParams& p, const DeviceInfo& device) { return supports_float(p, device) && p.precision == Precision::kTf32x3; }
 #endif
 
 #if ORTPLUGINS_WITH_SM90A
-int64_t tiles(const GemmParams& p, int64_t block_m, int64_t block_n) {
-  return ((p.m + block_m - 1) / block_m) * ((p.n + block_n - 1) / block_n) * p.batch;
-}
 // TMA has 32-bit coordinates; a batch is one more of them, so it must advance by one stride.
 bool fits_tma(const GemmParams& p) {
   constexpr int64_t kMost = (int64_t{1} << 31) - 256;
@@ -138,15 +141,17 @@ double wide_cycles(const GemmParams& p, const DeviceInfo& device, int64_t block_
   const double step = 4.0 * static_cast<double>(block_n) * (block_n < 256 ? 1.03 : 1.0);
   return static_cast<double>((pairs + at_once - 1) / at_once) * (static_cast<double>((p.k + 63) / 64) * step + 12.0 * static_cast<double>(block_n));
 }
-// Wide tiles, while half of the multiprocessors or more have one; else 128 x 128, which also splits k. H200, float16, us:
-// 1024 x 2304 x 768 14 and 15, 1024 x 768 x 768 15 and 12, 1024 x 768 x 3072 38 and 21, 4096 x 4096 x 4096 190 and 230.
-bool suits_wide(const GemmParams& p, const DeviceInfo& device, int64_t block_n) {
-  return p.m > 128 && p.n > 128 && 4 * tiles(p, 256, block_n) >= device.sm_count;  // small products of a batch would leave most of a tile empty
+// Wide tiles, while half of the multiprocessors or more have one; else 128 x 128, which also splits k. With a short k there is
+// little to split, and 192 columns stay ahead down to a quarter. H200, float16, us, 128 x 256, 128 x 192 and 128 x 128:
+// 4096 x 4096 x 4096 183, 208, 230; 4096 x 2304 x 768 32, 26, 38; 1024 x 3072 x 768 18, 15, 19; 1024 x 768 x 768 15, 12, 14;
+// 1024 x 768 x 3072 35, 28, 21.
+bool suits_wide(const GemmParams& p, const DeviceInfo& device, int64_t block_n, int64_t share) {
+  return p.m > 128 && p.n > 128 && 2 * share * tiles(p, 256, block_n) >= device.sm_count;  // small products would leave tiles empty
 }
 bool suits_256(const GemmParams& p, const DeviceInfo& device) {
-  return suits_wide(p, device, 256) && wide_cycles(p, device, 256) <= wide_cycles(p, device, 192);
+  return suits_wide(p, device, 256, 2) && wide_cycles(p, device, 256) <= wide_cycles(p, device, 192);
 }
-bool suits_192(const GemmParams& p, const DeviceInfo& device) { return suits_wide(p, device, 192); }
+bool suits_192(const GemmParams& p, const DeviceInfo& device) { return suits_wide(p, device, 192, p.k <= 1024 ? 5 : 2); }
 // Five launches and the scaling of both operands, against mma.sync at a quarter of the rate: 128 x 768 x 768 31 us and 98 us,
 // 4096 x 4096 x 4096 715 us and 3904 us.
 bool suits_scaled(const GemmParams& p, const DeviceInfo&) {
@@ -168,8 +173,8 @@ constexpr Variant<GemmParams> kGemmVariants[] = {
     {104, "sm80_tf32_128x128x16_s4", DeviceKind::kCuda, supports_tf32, launch_gemm_sm80_tf32},
     {103, "sm80_tf32x3_128x128x16_s4", DeviceKind::kCuda, supports_tf32x3, launch_gemm_sm80_tf32x3},
     {113, "simt_128x128x8_s4_split", DeviceKind::kCuda, supports_float, launch_gemm_simt_split, gemm_simt_split_workspace_bytes, suits_split},
+    {110, "simt_256x128x8_s4", DeviceKind::kCuda, supports_float, launch_gemm_simt_256x128, nullptr, suits_simt_256},
     {102, "simt_128x128x8_s4", DeviceKind::kCuda, supports_float, launch_gemm_simt_128x128, nullptr, suits_128},
-    {110, "simt_256x128x8_s4", DeviceKind::kCuda, supports_float, launch_gemm_simt_256x128, nullptr, suits_128},
     {101, "simt_64x64x16", DeviceKind::kCuda, supports_cuda, launch_gemm_simt_64x64},
 #endif
     {3, "cpu_avx512", DeviceKind::kCpu, supports_avx512, launch_gemm_cpu_avx512},
