@@ -100,16 +100,6 @@ def rewrite(
     return result
 
 
-def _peak_memory() -> int:
-    """Largest resident size of this process in bytes. ``getrusage`` alone would count what the parent process held when it
-    started this one."""
-    status = Path("/proc/self/status")
-    for line in status.read_text().splitlines() if status.exists() else ():
-        if line.startswith("VmHWM:"):
-            return 1024 * int(line.split()[1])
-    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-
-
 @contextlib.contextmanager
 def _no_collection() -> Iterator[None]:
     """Garbage collection walks the whole graph again and again and finds nothing: a quarter of the time for 20,000
@@ -126,7 +116,8 @@ def _no_collection() -> Iterator[None]:
 def _peak_memory() -> int:
     """Largest resident size of this process so far, in bytes."""
     # getrusage would count the process that started this one: Linux carries its peak over an exec.
-    for line in Path("/proc/self/status").read_text().splitlines():
+    status = Path("/proc/self/status")
+    for line in status.read_text().splitlines() if status.exists() else ():
         if line.startswith("VmHWM:"):
             return 1024 * int(line.split()[1])
     return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
