@@ -12,6 +12,7 @@
 
 #include <cstdint>
 
+#include "device/cluster.h"
 #include "device/cp_async.h"
 
 namespace ortplugins {
@@ -103,16 +104,6 @@ __device__ __forceinline__ void fence_async_proxy() { asm volatile("fence.proxy.
 
 // --- Clusters: blocks that run at the same time and reach each other's shared memory -------------------------------------
 
-__device__ __forceinline__ uint32_t cluster_rank() {
-  uint32_t rank;
-  asm volatile("mov.u32 %0, %%cluster_ctarank;\n" : "=r"(rank));
-  return rank;
-}
-__device__ __forceinline__ uint32_t cluster_size() {
-  uint32_t size;
-  asm volatile("mov.u32 %0, %%cluster_nctarank;\n" : "=r"(size));
-  return size;
-}
 // All threads of all blocks of the cluster; what they wrote before is seen after.
 __device__ __forceinline__ void cluster_sync() {
   asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;\n" ::: "memory");

@@ -148,7 +148,7 @@ template <class T, class Products>
 __global__ void __launch_bounds__(kThreads, 2) gemm_skinny_kernel(const __grid_constant__ GemmParams p) {
   extern __shared__ __align__(128) char smem[];
   const int lane_idx = static_cast<int>(threadIdx.x) % 32, warp_idx = static_cast<int>(threadIdx.x) / 32;
-  const int rank = static_cast<int>(cluster_rank()), splits = static_cast<int>(cluster_size());
+  const int rank = rank_in_cluster(), splits = blocks_in_cluster();
   const GemmOperands<T> operands(p, 0);
   const int64_t first_n = static_cast<int64_t>(blockIdx.x) / splits * kCols;
 

@@ -441,7 +441,7 @@ struct WideGemm {
     const uint32_t smem = smem_address(smem_generic);
     const Pipeline<kStages> pipeline{smem + kBarrierOffset};
     const int group_idx = static_cast<int>(threadIdx.x) / 128 - 1;  // -1: producer
-    const int rank = static_cast<int>(cluster_rank());
+    const int rank = rank_in_cluster();
     const int tiles_m = static_cast<int>((p.m + kCluster * kBlockM - 1) / (kCluster * kBlockM));
     const int tiles_n = static_cast<int>((p.n + kBlockN - 1) / kBlockN), total = tiles_m * tiles_n * static_cast<int>(p.batch);
     const int k_tiles = static_cast<int>((p.k + kBlockK - 1) / kBlockK);
@@ -552,7 +552,7 @@ struct SplitGemm {
     const uint32_t smem = smem_address(smem_generic);
     const Pipeline<kStages> pipeline{smem + kBarrierOffset};
     const int thread_idx = static_cast<int>(threadIdx.x), group_idx = thread_idx / 128;
-    const int rank = static_cast<int>(cluster_rank()), splits = static_cast<int>(cluster_size());
+    const int rank = rank_in_cluster(), splits = blocks_in_cluster();
     const int tiles_m = static_cast<int>((p.m + kBlockM - 1) / kBlockM), tiles_n = static_cast<int>((p.n + kBlockN - 1) / kBlockN);
     const int index = static_cast<int>(blockIdx.x) / splits, batch_idx = index / (tiles_m * tiles_n);
     const TileIndex tile = grouped_tile(index - batch_idx * tiles_m * tiles_n, tiles_m, tiles_n);
