@@ -326,10 +326,11 @@ def test_results_follow_the_stream(op: str) -> None:
     session = make_session(model, PROVIDERS["cuda"], provider_options={"use_tf32": "0"})
     xs = [random(1, n, n, seed=i) for i in range(3)]
     expected = [session.run(None, {"x": x})[0] for x in xs]
-    assert np.abs(np.diff(np.sort(np.ravel(expected)))).min() > 1e-4 * np.abs(expected).max()
+    assert np.abs(np.diff(np.sort(np.ravel(expected)))).min() > 1e-3 * np.abs(expected).max()
     for i in range(120):
         actual, = session.run(None, {"x": xs[i % len(xs)]})
-        np.testing.assert_allclose(actual, expected[i % len(xs)], rtol=1e-5)  # the stock ReduceSum adds in any order
+        # The stock ReduceSum adds in any order.
+        np.testing.assert_allclose(actual, expected[i % len(xs)], rtol=0, atol=1e-4 * np.abs(expected).max())
 
 
 def demo_model() -> pathlib.Path:
