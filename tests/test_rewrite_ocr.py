@@ -1,26 +1,23 @@
 """A text recogniser as PaddlePaddle exports it, with trained weights: opset 12, packed projections, Swish, norms written
-out. `pip install --no-deps rapidocr-onnxruntime` brings the file."""
+out. The package rapidocr-onnxruntime brings the file; what it depends on is not needed."""
 
 from __future__ import annotations
-
-from importlib import metadata
-from pathlib import Path
 
 import numpy as np
 import onnx
 import pytest
+from ort_versions import site_of
 from rewrite_helpers import ours, relative_error, sites, stock
 
 from ortplugins.rewrite import rewrite
 
 
+pytestmark = pytest.mark.network
+
+
 @pytest.fixture(scope="module")
 def recogniser() -> onnx.ModelProto:
-    try:
-        files = metadata.files("rapidocr-onnxruntime") or []
-    except metadata.PackageNotFoundError:
-        pytest.skip("rapidocr-onnxruntime is not installed")
-    (path,) = (Path(str(f.locate())) for f in files if f.name.endswith("rec_infer.onnx"))
+    (path,) = site_of("rapidocr-onnxruntime==1.4.4").rglob("*rec_infer.onnx")
     return onnx.load(path)
 
 

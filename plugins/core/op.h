@@ -114,6 +114,13 @@ struct OpFunctions {
     return {};
   }
 
+  // The typed entry, for callers that have Params.
+  static Status run(const Params& params, const ExecContext& context, int variant_id) {
+    const Variant<Params>* row = nullptr;
+    ORTPLUGINS_RETURN_IF_ERROR(choose_variant(table(), params, *context.device, variant_id, &row));
+    return row->launch(params, context);
+  }
+
   static Status run(const OpArgs& args, const ExecContext& context, int variant_id) {
     Params params;
     ORTPLUGINS_RETURN_IF_ERROR(kBind(args, &params));

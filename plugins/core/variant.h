@@ -24,4 +24,10 @@ struct Variant {
   bool (*suits)(const Params& params, const DeviceInfo& device) = nullptr;
 };
 
+// For rows of CPU kernels: what the processor must have.
+template <class Params, CpuIsa kIsa>
+bool supports_isa(const Params&, const DeviceInfo& device) {
+  return device.isa >= kIsa;
+}
+
 }  // namespace ortplugins

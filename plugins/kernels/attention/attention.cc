@@ -112,8 +112,6 @@ Status bind(const OpArgs& args, AttentionParams* p) {
   return {};
 }
 
-bool supports_avx512(const AttentionParams&, const DeviceInfo& device) { return device.isa >= CpuIsa::kAvx512; }
-bool supports_avx2(const AttentionParams&, const DeviceInfo& device) { return device.isa >= CpuIsa::kAvx2; }
 bool supports_any(const AttentionParams&, const DeviceInfo&) { return true; }
 
 #if ORTPLUGINS_WITH_CUDA
@@ -194,8 +192,8 @@ constexpr Variant<AttentionParams> kAttentionVariants[] = {
     {143, "sm80_tf32x3_64x16x256", DeviceKind::kCuda, supports_tf32x3<256>, launch_attention_tf32x3_256},
     {101, "simt_fp32_64x64", DeviceKind::kCuda, supports_any, launch_attention_simt},
 #endif
-    {3, "cpu_avx512", DeviceKind::kCpu, supports_avx512, launch_attention_cpu_avx512, attention_cpu_workspace_bytes_avx512},
-    {2, "cpu_avx2", DeviceKind::kCpu, supports_avx2, launch_attention_cpu_avx2, attention_cpu_workspace_bytes_avx2},
+    {3, "cpu_avx512", DeviceKind::kCpu, supports_isa<AttentionParams, CpuIsa::kAvx512>, launch_attention_cpu_avx512, attention_cpu_workspace_bytes_avx512},
+    {2, "cpu_avx2", DeviceKind::kCpu, supports_isa<AttentionParams, CpuIsa::kAvx2>, launch_attention_cpu_avx2, attention_cpu_workspace_bytes_avx2},
     {1, "cpu_generic", DeviceKind::kCpu, supports_any, launch_attention_cpu_generic, attention_cpu_workspace_bytes_generic},
 };
 
@@ -204,9 +202,7 @@ using Functions = OpFunctions<AttentionParams, attention_spec::kSpec, bind, kAtt
 }  // namespace
 
 Status attention(const AttentionParams& params, const ExecContext& context, int variant_id) {
-  const Variant<AttentionParams>* row = nullptr;
-  ORTPLUGINS_RETURN_IF_ERROR(choose_variant(Functions::table(), params, *context.device, variant_id, &row));
-  return row->launch(params, context);
+  return Functions::run(params, context, variant_id);
 }
 
 const Op& attention_op() {

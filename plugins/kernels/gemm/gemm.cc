@@ -89,8 +89,6 @@ Status bind(const OpArgs& args, GemmParams* p) {
   return {};
 }
 
-bool supports_avx512(const GemmParams&, const DeviceInfo& device) { return device.isa >= CpuIsa::kAvx512; }
-bool supports_avx2(const GemmParams&, const DeviceInfo& device) { return device.isa >= CpuIsa::kAvx2; }
 bool supports_any(const GemmParams&, const DeviceInfo&) { return true; }
 
 #if ORTPLUGINS_WITH_CUDA
@@ -177,8 +175,8 @@ constexpr Variant<GemmParams> kGemmVariants[] = {
     {102, "simt_128x128x8_s4", DeviceKind::kCuda, supports_float, launch_gemm_simt_128x128, nullptr, suits_128},
     {101, "simt_64x64x16", DeviceKind::kCuda, supports_cuda, launch_gemm_simt_64x64},
 #endif
-    {3, "cpu_avx512", DeviceKind::kCpu, supports_avx512, launch_gemm_cpu_avx512},
-    {2, "cpu_avx2", DeviceKind::kCpu, supports_avx2, launch_gemm_cpu_avx2},
+    {3, "cpu_avx512", DeviceKind::kCpu, supports_isa<GemmParams, CpuIsa::kAvx512>, launch_gemm_cpu_avx512},
+    {2, "cpu_avx2", DeviceKind::kCpu, supports_isa<GemmParams, CpuIsa::kAvx2>, launch_gemm_cpu_avx2},
     {1, "cpu_generic", DeviceKind::kCpu, supports_any, launch_gemm_cpu_generic},
 };
 
@@ -219,9 +217,7 @@ void prepack(const OpArgs& args, int, const DeviceInfo& device, void* packed) {
 }  // namespace
 
 Status gemm(const GemmParams& params, const ExecContext& context, int variant_id) {
-  const Variant<GemmParams>* row = nullptr;
-  ORTPLUGINS_RETURN_IF_ERROR(choose_variant(Functions::table(), params, *context.device, variant_id, &row));
-  return row->launch(params, context);
+  return Functions::run(params, context, variant_id);
 }
 
 const Op& gemm_op() {

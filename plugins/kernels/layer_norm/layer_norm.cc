@@ -71,8 +71,6 @@ Status bind(const OpArgs& args, LayerNormParams* p) {
   return {};
 }
 
-bool supports_avx512(const LayerNormParams&, const DeviceInfo& device) { return device.isa >= CpuIsa::kAvx512; }
-bool supports_avx2(const LayerNormParams&, const DeviceInfo& device) { return device.isa >= CpuIsa::kAvx2; }
 bool supports_any(const LayerNormParams&, const DeviceInfo&) { return true; }
 
 #if ORTPLUGINS_WITH_CUDA
@@ -98,8 +96,8 @@ constexpr Variant<LayerNormParams> kLayerNormVariants[] = {
     {102, "block_shared", DeviceKind::kCuda, supports_block_shared, launch_layer_norm_block_shared},
     {101, "block_reread", DeviceKind::kCuda, supports_block_reread, launch_layer_norm_block_reread},
 #endif
-    {3, "cpu_avx512", DeviceKind::kCpu, supports_avx512, launch_layer_norm_cpu_avx512},
-    {2, "cpu_avx2", DeviceKind::kCpu, supports_avx2, launch_layer_norm_cpu_avx2},
+    {3, "cpu_avx512", DeviceKind::kCpu, supports_isa<LayerNormParams, CpuIsa::kAvx512>, launch_layer_norm_cpu_avx512},
+    {2, "cpu_avx2", DeviceKind::kCpu, supports_isa<LayerNormParams, CpuIsa::kAvx2>, launch_layer_norm_cpu_avx2},
     {1, "cpu_generic", DeviceKind::kCpu, supports_any, launch_layer_norm_cpu_generic},
 };
 
@@ -108,9 +106,7 @@ using Functions = OpFunctions<LayerNormParams, layer_norm_spec::kSpec, bind, kLa
 }  // namespace
 
 Status layer_norm(const LayerNormParams& params, const ExecContext& context, int variant_id) {
-  const Variant<LayerNormParams>* row = nullptr;
-  ORTPLUGINS_RETURN_IF_ERROR(choose_variant(Functions::table(), params, *context.device, variant_id, &row));
-  return row->launch(params, context);
+  return Functions::run(params, context, variant_id);
 }
 
 const Op& layer_norm_op() {

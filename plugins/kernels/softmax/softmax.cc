@@ -49,8 +49,6 @@ Status bind(const OpArgs& args, SoftmaxParams* p) {
   return {};
 }
 
-bool supports_avx512(const SoftmaxParams&, const DeviceInfo& device) { return device.isa >= CpuIsa::kAvx512; }
-bool supports_avx2(const SoftmaxParams&, const DeviceInfo& device) { return device.isa >= CpuIsa::kAvx2; }
 bool supports_any(const SoftmaxParams&, const DeviceInfo&) { return true; }
 
 #if ORTPLUGINS_WITH_CUDA
@@ -96,8 +94,8 @@ constexpr Variant<SoftmaxParams> kSoftmaxVariants[] = {
     {102, "block_online", DeviceKind::kCuda, supports_block_online, launch_softmax_block_online},
     {101, "strided_online", DeviceKind::kCuda, supports_strided_online, launch_softmax_strided_online},
 #endif
-    {3, "cpu_avx512", DeviceKind::kCpu, supports_avx512, launch_softmax_cpu_avx512},
-    {2, "cpu_avx2", DeviceKind::kCpu, supports_avx2, launch_softmax_cpu_avx2},
+    {3, "cpu_avx512", DeviceKind::kCpu, supports_isa<SoftmaxParams, CpuIsa::kAvx512>, launch_softmax_cpu_avx512},
+    {2, "cpu_avx2", DeviceKind::kCpu, supports_isa<SoftmaxParams, CpuIsa::kAvx2>, launch_softmax_cpu_avx2},
     {1, "cpu_generic", DeviceKind::kCpu, supports_any, launch_softmax_cpu_generic},
 };
 
@@ -106,9 +104,7 @@ using Functions = OpFunctions<SoftmaxParams, softmax_spec::kSpec, bind, kSoftmax
 }  // namespace
 
 Status softmax(const SoftmaxParams& params, const ExecContext& context, int variant_id) {
-  const Variant<SoftmaxParams>* row = nullptr;
-  ORTPLUGINS_RETURN_IF_ERROR(choose_variant(Functions::table(), params, *context.device, variant_id, &row));
-  return row->launch(params, context);
+  return Functions::run(params, context, variant_id);
 }
 
 const Op& softmax_op() {
