@@ -31,7 +31,7 @@ constexpr int64_t kMaxBlocks = 512;    // of a float row; beyond a million colum
 // Short rows go in groups, of at most this many columns together: x and y then stay in L1 between the steps.
 constexpr int64_t kGroupRows = 8, kGroupCols = 1024;
 constexpr int64_t kTaskElements = 16384;  // about 10 us, several times the cost of handing out a task
-constexpr int64_t kMaxTasks = 32;
+constexpr int64_t kTasksPerCore = 4;      // more break up the streams through memory: 32 tasks for two cores cost up to 15 %
 enum class Mask : uint8_t { kNone, kAdditive, kBool };
 
 template <class T, Mask kMask>
@@ -430,7 +430,8 @@ class StridedRows {
 template <class Body>
 void parallel_ranges(const ExecContext& context, const SoftmaxParams& p, int64_t count, const Body& body) {
   int64_t tasks = p.rows * p.cols / kTaskElements;
-  tasks = tasks > kMaxTasks ? kMaxTasks : tasks;
+  const int64_t most = kTasksPerCore * context.device->cores;
+  tasks = tasks > most ? most : tasks;
   tasks = tasks > count ? count : tasks < 1 ? 1 : tasks;
   context.pool.parallel_for(tasks, [&](int64_t task) { body(count * task / tasks, count * (task + 1) / tasks); });
 }
