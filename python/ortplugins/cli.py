@@ -565,7 +565,7 @@ def _show_records(environment: dict, records: list) -> None:
             numbers,
         )
         for r in rows:
-            problem = " ".join(f"{k} {v}" for k, v in r.shape.items() if v not in (False, "none"))
+            problem = console.problem(r.shape)
             cells = [
                 f"{console.microseconds(r.baselines[b]['median_us'])} ({r.ratio(b):.2f}x)" if b in r.baselines else "-"
                 for b in baselines

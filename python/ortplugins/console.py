@@ -65,6 +65,11 @@ def shapes(inputs: Mapping[str, Iterable[int]]) -> str:
     return ", ".join(f"{name} {shape(dims)}" for name, dims in inputs.items())
 
 
+def problem(sizes: Mapping[str, object]) -> str:
+    """The shape of a benchmark record without what is absent: ``rows 4096 cols 128``."""
+    return " ".join(f"{name} {value}" for name, value in sizes.items() if value not in (False, "none"))
+
+
 def error(value: float | None) -> str:
     """An error with two digits, or a dash."""
     return "-" if value is None else f"{value:.1e}"

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from .. import console
 from ..files import replace_atomically
 from .digest import kernel_digest
 
@@ -29,14 +30,6 @@ once. `error` is the largest against float64 (for GEMM divided by |A||B|).
 """
 
 
-def _time(us: float) -> str:
-    return f"{us:.3g} us" if us < 1000 else f"{us / 1000:.3g} ms" if us < 1e6 else f"{us / 1e6:.3g} s"
-
-
-def _problem(shape: Mapping[str, Any]) -> str:
-    return " ".join(f"{k} {v}" for k, v in shape.items() if v not in (False, "none", None))
-
-
 def _table(records: list[Mapping[str, Any]]) -> Iterable[str]:
     rivals = list(dict.fromkeys(name for r in records for name in r["baselines"]))
     header = ["problem", "type", "variant", "error", "time", *rivals]
@@ -44,10 +37,10 @@ def _table(records: list[Mapping[str, Any]]) -> Iterable[str]:
     yield "|" + "---|" * len(header)
     for r in records:
         kind = r["dtype"] if not r["precision"] else f"{r['dtype']} {r['precision']}"
-        cells = [_problem(r["shape"]), kind, f"`{r['variant']}`", f"{r['error']:.1e}", _time(r["median_us"])]
+        cells = [console.problem(r["shape"]), kind, f"`{r['variant']}`", console.error(r["error"]), console.microseconds(r["median_us"])]
         for name in rivals:
             rival = r["baselines"].get(name)
-            cells.append("" if rival is None else f"{_time(rival['median_us'])} ({rival['median_us'] / r['median_us']:.2f}x)")
+            cells.append("" if rival is None else f"{console.microseconds(rival['median_us'])} ({rival['median_us'] / r['median_us']:.2f}x)")
         yield "| " + " | ".join(cells) + " |"
 
 
