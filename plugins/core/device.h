@@ -49,13 +49,22 @@ struct CpuPool {
   }
 };
 
-// What one call runs on. The workspace lies where the device can reach it, 256-byte aligned, and is not initialised.
+// The caller's memory for the time of one call. `reserve` is called once at most, with the bytes that the chosen variant
+// needs; null is its failure.
+struct WorkspaceLender {
+  void* (*reserve)(void* lender, int64_t bytes) = nullptr;  // null: nothing to lend beyond ExecContext::workspace
+  void* lender = nullptr;
+};
+
+// What one call runs on. The workspace lies where the device can reach it, 256-byte aligned, and is not initialised. A
+// caller that does not know yet how much is needed lends it when `run` asks.
 struct ExecContext {
   const DeviceInfo* device = nullptr;
   void* stream = nullptr;  // cudaStream_t
   CpuPool pool;
   void* workspace = nullptr;
   int64_t workspace_bytes = 0;
+  WorkspaceLender lender;
 };
 
 }  // namespace ortplugins

@@ -42,7 +42,8 @@ struct Op {
   // The variant that `run` would take; 0 in `variant_id` when there is none.
   Status (*choose)(const OpArgs& args, const DeviceInfo& device, int* variant_id);
 
-  // Binds, chooses (or takes `variant_id`, if it is not 0) and launches. Output shapes must be those of `infer_shapes`.
+  // Binds, chooses (or takes `variant_id`, if it is not 0), borrows workspace from the context's lender if more is needed than
+  // was given, and launches. Output shapes must be those of `infer_shapes`.
   Status (*run)(const OpArgs& args, const ExecContext& context, int variant_id);
 
   // Constant inputs may be brought once into the layout that the device's kernels like best. `prepack_bytes` gives 0 for
@@ -84,6 +85,16 @@ inline bool writes_nothing(const OpArgs& args, size_t output_count) {
   return true;
 }
 
+// Makes sure that the context has `bytes` of workspace.
+inline Status borrow_workspace(int64_t bytes, ExecContext* context) {
+  if (bytes <= context->workspace_bytes) return {};
+  if (context->lender.reserve == nullptr) return Status::invalid("workspace", "{} bytes are needed, {} given", {bytes, context->workspace_bytes});
+  context->workspace = context->lender.reserve(context->lender.lender, bytes);
+  if (context->workspace == nullptr) return Status::unsupported("workspace", "{} bytes could not be allocated", {bytes});
+  context->workspace_bytes = bytes;
+  return {};
+}
+
 // Fills an Op from a bind function and a variant table with static storage.
 template <class Params, const OpSpec& kSpec, Bind<Params> kBind, const auto& kTable>
 struct OpFunctions {
@@ -115,19 +126,23 @@ struct OpFunctions {
   }
 
   // The typed entry, for callers that have Params.
-  static Status run(const Params& params, const ExecContext& context, int variant_id) {
+  static Status run(const Params& params, const ExecContext& given, int variant_id) {
     const Variant<Params>* row = nullptr;
-    ORTPLUGINS_RETURN_IF_ERROR(choose_variant(table(), params, *context.device, variant_id, &row));
+    ORTPLUGINS_RETURN_IF_ERROR(choose_variant(table(), params, *given.device, variant_id, &row));
+    if (row->workspace_bytes == nullptr) return row->launch(params, given);
+    ExecContext context = given;
+    ORTPLUGINS_RETURN_IF_ERROR(borrow_workspace(row->workspace_bytes(params, *context.device), &context));
     return row->launch(params, context);
   }
 
   static Status run(const OpArgs& args, const ExecContext& context, int variant_id) {
     Params params;
     ORTPLUGINS_RETURN_IF_ERROR(kBind(args, &params));
-    const Variant<Params>* row = nullptr;
-    ORTPLUGINS_RETURN_IF_ERROR(choose_variant(table(), params, *context.device, variant_id, &row));
-    if (writes_nothing(args, std::size(kSpec.outputs))) return {};
-    return row->launch(params, context);
+    if (writes_nothing(args, std::size(kSpec.outputs))) {  // but a forced variant that does not exist is an error
+      const Variant<Params>* row = nullptr;
+      return choose_variant(table(), params, *context.device, variant_id, &row);
+    }
+    return run(params, context, variant_id);
   }
 
   static constexpr Op make() {

@@ -13,6 +13,8 @@
 #include <immintrin.h>
 #endif
 
+#include "core/dispatch.h"
+
 #define ORTPLUGINS_SIMD [[gnu::always_inline, maybe_unused]] inline
 
 namespace ortplugins {
@@ -25,6 +27,12 @@ struct Float16 {
 struct BFloat16 {
   uint16_t bits;
 };
+
+// Calls body(TypeTag<Element>{}) with the storage type of a floating-point dtype.
+template <class Body>
+Status dispatch(DType dtype, const Body& body) {
+  return dispatch_as<float, Float16, BFloat16>(dtype, body);
+}
 
 namespace simd {
 

@@ -11,30 +11,16 @@
 #include <utility>
 
 #include "core/device.h"
+#include "core/dispatch.h"
 #include "core/dtype.h"
 #include "core/status.h"
 
 namespace ortplugins {
 
-template <class T>
-struct TypeTag {
-  using type = T;
-};
-
 // Calls body(TypeTag<Element>{}) with the C++ type of a floating-point dtype.
 template <class Body>
 Status dispatch(DType dtype, const Body& body) {
-  switch (dtype) {
-    case DType::kFloat32:
-      return body(TypeTag<float>{});
-    case DType::kFloat16:
-      return body(TypeTag<__half>{});
-    case DType::kBFloat16:
-      return body(TypeTag<__nv_bfloat16>{});
-    default:
-      return Status::unsupported("dtype", "has the ONNX type code {}, not a floating-point type that the kernels know",
-                                 {static_cast<int64_t>(dtype)});
-  }
+  return dispatch_as<float, __half, __nv_bfloat16>(dtype, body);
 }
 
 // As `dispatch`, for kernels of 16-bit elements only.

@@ -19,14 +19,11 @@ struct WgmmaRegisters;
 #define ORTPLUGINS_REGS_48 ORTPLUGINS_REGS_40 ", %40, %41, %42, %43, %44, %45, %46, %47"
 #define ORTPLUGINS_REGS_80 \
   ORTPLUGINS_REGS_64 ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79"
-#define ORTPLUGINS_REGS_96 \
-  ORTPLUGINS_REGS_80 ", %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
 #define ORTPLUGINS_ACC_8(d, i) ORTPLUGINS_ACC_4(d, i), ORTPLUGINS_ACC_4(d, i + 4)
 #define ORTPLUGINS_ACC_24(d, i) ORTPLUGINS_ACC_16(d, i), ORTPLUGINS_ACC_8(d, i + 16)
 #define ORTPLUGINS_ACC_40(d, i) ORTPLUGINS_ACC_32(d, i), ORTPLUGINS_ACC_8(d, i + 32)
 #define ORTPLUGINS_ACC_48(d, i) ORTPLUGINS_ACC_32(d, i), ORTPLUGINS_ACC_16(d, i + 32)
 #define ORTPLUGINS_ACC_80(d, i) ORTPLUGINS_ACC_64(d, i), ORTPLUGINS_ACC_16(d, i + 64)
-#define ORTPLUGINS_ACC_96(d, i) ORTPLUGINS_ACC_64(d, i), ORTPLUGINS_ACC_32(d, i + 64)
 
 // count: n / 2 accumulators; a0 to a3, b, p, t: operand numbers.
 #define ORTPLUGINS_WGMMA_RS(Element, type, n, count, a0, a1, a2, a3, b, p, t)                                                   \

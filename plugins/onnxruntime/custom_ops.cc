@@ -10,32 +10,22 @@
 #include <cstdio>
 #include <list>
 #include <memory>
-#include <new>
 #include <string>
 #include <vector>
 
 #include "core/attrs.h"
 #include "core/infer.h"
 #include "core/op.h"
+#include "core/prepack.h"
 #include "op_specs.h"
 
 namespace ortplugins {
 namespace {
 
 constexpr uint32_t kApiVersion = 21;
-constexpr size_t kWorkspaceAlignment = 256;
 
 const OrtApi* g_api = nullptr;  // set by RegisterCustomOps before anything else can run
 int g_minor_version = 0;        // 24 for ONNX Runtime 1.24.4
-
-struct FreeAligned {
-  void operator()(void* p) const { ::operator delete(p, std::align_val_t{kWorkspaceAlignment}); }
-};
-using AlignedBuffer = std::unique_ptr<void, FreeAligned>;
-
-AlignedBuffer allocate_aligned(int64_t bytes) {
-  return AlignedBuffer(::operator new(static_cast<size_t>(bytes), std::align_val_t{kWorkspaceAlignment}));
-}
 
 OrtStatus* error(const std::string& text, OrtErrorCode code = ORT_INVALID_ARGUMENT) {
   return g_api->CreateStatus(code, text.c_str());
@@ -78,8 +68,7 @@ struct Kernel {
   std::array<AttrValue, kMaxAttrs> attrs{};
   std::array<DType, kMaxInputs> input_types{};
   std::array<DType, kMaxOutputs> output_types{};
-  std::array<AlignedBuffer, kMaxInputs> packed;
-  std::array<const void*, kMaxInputs> packed_pointers{};
+  PackedInputs packed;
   OrtAllocator* allocator = nullptr;        // of the CUDA provider; null on CPU
   const OrtMemoryInfo* memory = nullptr;    // owned by `allocator`
   std::string node;
@@ -184,14 +173,7 @@ OrtStatus* prepack_constants(const OrtKernelInfo* info, Kernel* kernel) {
     if (!succeeded(g_api->KernelInfoGetConstantInput_tensor(info, i, &is_constant, &value)) || is_constant == 0) continue;
     ORTPLUGINS_RETURN_IF_ORT_ERROR(tensor_ref(value, kernel->input_types[i], &inputs[i]));
   }
-  for (size_t i = 0; i < kernel->op->spec->inputs.size(); ++i) {
-    if (!inputs[i].present()) continue;
-    const int64_t bytes = kernel->op->prepack_bytes(args, static_cast<int>(i), *kernel->device);
-    if (bytes <= 0) continue;
-    kernel->packed[i] = allocate_aligned(bytes);
-    kernel->op->prepack(args, static_cast<int>(i), *kernel->device, kernel->packed[i].get());
-    kernel->packed_pointers[i] = kernel->packed[i].get();
-  }
+  kernel->packed.pack(*kernel->op, args, *kernel->device);
   return nullptr;
 }
 
@@ -233,28 +215,28 @@ OrtStatus* ORT_API_CALL create_kernel(const OrtCustomOp* op, const OrtApi* /*api
 // the launches are queued: the arena gives it to another stream only after this one has passed.
 class Workspace {
  public:
-  explicit Workspace(const Kernel& kernel) : kernel_(kernel) {}
+  Workspace(const Kernel& kernel, const OrtKernelContext* context) : kernel_(kernel), context_(context) {}
   Workspace(const Workspace&) = delete;
   Workspace& operator=(const Workspace&) = delete;
   ~Workspace() {
     if (scratch_ != nullptr) (void)succeeded(g_api->AllocatorFree(kernel_.allocator, scratch_));
   }
 
-  OrtStatus* reserve(const OrtKernelContext* context, int64_t bytes, ExecContext* exec) {
-    if (bytes <= 0) return nullptr;
-    if (kernel_.device->kind == DeviceKind::kCpu) {
-      heap_ = allocate_aligned(bytes);
-      exec->workspace = heap_.get();
-    } else {
-      ORTPLUGINS_RETURN_IF_ORT_ERROR(g_api->KernelContext_GetScratchBuffer(context, kernel_.memory, static_cast<size_t>(bytes), &scratch_));
-      exec->workspace = scratch_;
-    }
-    exec->workspace_bytes = bytes;
-    return nullptr;
+  WorkspaceLender lender() {
+    return {[](void* self, int64_t bytes) { return static_cast<Workspace*>(self)->reserve(bytes); }, this};
   }
 
  private:
+  void* reserve(int64_t bytes) {
+    if (kernel_.device->kind == DeviceKind::kCpu) {
+      heap_ = allocate_aligned(bytes);
+      return heap_.get();
+    }
+    return succeeded(g_api->KernelContext_GetScratchBuffer(context_, kernel_.memory, static_cast<size_t>(bytes), &scratch_)) ? scratch_ : nullptr;
+  }
+
   const Kernel& kernel_;
+  const OrtKernelContext* context_;
   AlignedBuffer heap_;
   void* scratch_ = nullptr;
 };
@@ -296,11 +278,9 @@ OrtStatus* compute(const Kernel& kernel, OrtKernelContext* context) {
   } else {
     exec.pool = {run_on_ort_pool, context};
   }
-  const OpArgs args{inputs.data(), kernel.packed_pointers.data(), outputs.data(), kernel.attrs.data()};
-  int64_t bytes = 0;
-  if (const Status status = kernel.op->workspace_bytes(args, *kernel.device, 0, &bytes); !status.ok()) return kernel.fail(status);
-  Workspace workspace(kernel);
-  ORTPLUGINS_RETURN_IF_ORT_ERROR(workspace.reserve(context, bytes, &exec));
+  Workspace workspace(kernel, context);
+  exec.lender = workspace.lender();
+  const OpArgs args{inputs.data(), kernel.packed.pointers(), outputs.data(), kernel.attrs.data()};
   if (const Status status = kernel.op->run(args, exec, 0); !status.ok()) return kernel.fail(status);
   return nullptr;
 }

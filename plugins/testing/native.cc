@@ -5,7 +5,6 @@
 
 #include <atomic>
 #include <memory>
-#include <new>
 #include <optional>
 #include <stdexcept>
 #include <string>
@@ -16,6 +15,7 @@
 #include "core/attrs.h"
 #include "core/infer.h"
 #include "core/op.h"
+#include "core/prepack.h"
 #include "op_specs.h"
 
 #if ORTPLUGINS_WITH_CUDA
@@ -136,7 +136,7 @@ struct Call {
   const Op& op;
   std::vector<AttrValue> attrs;
   std::vector<TensorRef> inputs, outputs;
-  std::vector<const void*> packed;
+  PackedInputs packed;
   const DeviceInfo& device;
   int variant_id;
 
@@ -146,7 +146,6 @@ struct Call {
         attrs(attrs_of(op, given_attrs)),
         inputs(tensors_of(given_inputs, op.spec->inputs.size(), "inputs")),
         outputs(tensors_of(given_outputs, op.spec->outputs.size(), "outputs")),
-        packed(op.spec->inputs.size(), nullptr),
         device(device_named(device_name, ordinal)),
         variant_id(variant_named(op, variant)) {
     for (size_t i = 0; i < inputs.size(); ++i) {
@@ -162,7 +161,7 @@ struct Call {
       outputs[i].shape = shapes[i];
     }
   }
-  OpArgs args() { return {inputs.data(), packed.data(), outputs.data(), attrs.data()}; }
+  OpArgs args() { return {inputs.data(), packed.pointers(), outputs.data(), attrs.data()}; }
 };
 
 // A pool of the call's own, so that tests see tasks run side by side as they do under a runtime.
@@ -180,14 +179,6 @@ struct ThreadPool {
   }
 };
 
-struct FreeAligned {
-  void operator()(void* p) const { ::operator delete(p, std::align_val_t{256}); }
-};
-using AlignedBuffer = std::unique_ptr<void, FreeAligned>;
-AlignedBuffer allocate_aligned(int64_t bytes) {
-  return AlignedBuffer(::operator new(static_cast<size_t>(bytes), std::align_val_t{256}));
-}
-
 void run(const std::string& name, const py::dict& attrs, const std::vector<TensorArg>& inputs, const std::vector<TensorArg>& outputs,
          const std::string& variant, const std::string& device, int ordinal, uintptr_t stream, uintptr_t workspace, int64_t workspace_bytes,
          int threads, bool prepack) {
@@ -198,34 +189,14 @@ void run(const std::string& name, const py::dict& attrs, const std::vector<Tenso
   context.stream = reinterpret_cast<void*>(stream);
   if (threads > 1) context.pool = {ThreadPool::run, &pool};
   const py::gil_scoped_release release;
-  std::vector<AlignedBuffer> packed(call.inputs.size());
-  if (prepack && call.op.prepack_bytes != nullptr) {
-    for (size_t i = 0; i < call.inputs.size(); ++i) {
-      if (!call.inputs[i].present()) continue;
-      const int64_t bytes = call.op.prepack_bytes(call.args(), static_cast<int>(i), call.device);
-      if (bytes <= 0) continue;
-      packed[i] = allocate_aligned(bytes);
-      call.op.prepack(call.args(), static_cast<int>(i), call.device, packed[i].get());
-      call.packed[i] = packed[i].get();
-    }
-  }
-  int64_t needed = 0;
-  Status status = call.op.workspace_bytes(call.args(), call.device, call.variant_id, &needed);
+  if (prepack) call.packed.pack(call.op, call.args(), call.device);
   AlignedBuffer heap;
-  if (status.ok()) {
-    if (workspace == 0 && call.device.kind == DeviceKind::kCpu && needed > 0) {
-      heap = allocate_aligned(needed);
-      workspace = reinterpret_cast<uintptr_t>(heap.get());
-      workspace_bytes = needed;
-    }
-    if (workspace_bytes < needed) {
-      status = Status::invalid("workspace", "{} bytes are needed, {} given", {needed, workspace_bytes});
-    } else {
-      context.workspace = reinterpret_cast<void*>(workspace);
-      context.workspace_bytes = workspace_bytes;
-      status = call.op.run(call.args(), context, call.variant_id);
-    }
+  context.workspace = reinterpret_cast<void*>(workspace);
+  context.workspace_bytes = workspace_bytes;
+  if (call.device.kind == DeviceKind::kCpu) {
+    context.lender = {[](void* buffer, int64_t bytes) { return (*static_cast<AlignedBuffer*>(buffer) = allocate_aligned(bytes)).get(); }, &heap};
   }
+  const Status status = call.op.run(call.args(), context, call.variant_id);
   if (!status.ok()) {
     const py::gil_scoped_acquire acquire;
     fail(call.op, status);

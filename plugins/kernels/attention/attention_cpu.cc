@@ -975,19 +975,10 @@ int64_t ORTPLUGINS_CPU_NAME(attention_cpu_workspace_bytes)(const AttentionParams
 
 Status ORTPLUGINS_CPU_NAME(launch_attention_cpu)(const AttentionParams& params, const ExecContext& context) {
   const Plan plan = make_plan(params, *context.device);
-  switch (params.dtype) {
-    case DType::kFloat32:
-      attention_cpu<float>(params, plan, context);
-      return {};
-    case DType::kFloat16:
-      attention_cpu<Float16>(params, plan, context);
-      return {};
-    case DType::kBFloat16:
-      attention_cpu<BFloat16>(params, plan, context);
-      return {};
-    default:
-      return Status::unsupported("q", "its type is not supported");
-  }
+  return dispatch(params.dtype, [&](auto tag) {
+    attention_cpu<typename decltype(tag)::type>(params, plan, context);
+    return Status{};
+  });
 }
 
 }  // namespace ortplugins

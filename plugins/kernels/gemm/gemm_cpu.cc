@@ -329,16 +329,7 @@ void pack(const T* b, bool trans, int64_t batch, int64_t k, int64_t n, float* pa
 
 Status ORTPLUGINS_CPU_NAME(launch_gemm_cpu)(const GemmParams& p, const ExecContext& context) {
   if (p.batch == 0 || p.m == 0 || p.n == 0) return {};
-  switch (p.dtype) {
-    case DType::kFloat32:
-      return run<float>(p, context);
-    case DType::kFloat16:
-      return run<Float16>(p, context);
-    case DType::kBFloat16:
-      return run<BFloat16>(p, context);
-    default:
-      return Status::unsupported("a", "no kernel for this element type");
-  }
+  return dispatch(p.dtype, [&](auto tag) { return run<typename decltype(tag)::type>(p, context); });
 }
 
 int64_t ORTPLUGINS_CPU_NAME(packed_gemm_b_bytes_cpu)(int64_t batch, int64_t k, int64_t n) {
@@ -352,16 +343,10 @@ void ORTPLUGINS_CPU_NAME(pack_gemm_b_cpu)(const void* b, DType dtype, bool trans
   auto* header = const_cast<PackedHeader*>(packed_header(packed));
   header->tile_n = kTileN;
   auto* panels = reinterpret_cast<float*>(header + 1);
-  switch (dtype) {
-    case DType::kFloat32:
-      return pack(static_cast<const float*>(b), trans, batch, k, n, panels);
-    case DType::kFloat16:
-      return pack(static_cast<const Float16*>(b), trans, batch, k, n, panels);
-    case DType::kBFloat16:
-      return pack(static_cast<const BFloat16*>(b), trans, batch, k, n, panels);
-    default:
-      return;
-  }
+  (void)dispatch(dtype, [&](auto tag) {  // of a dtype that the op takes
+    pack(static_cast<const typename decltype(tag)::type*>(b), trans, batch, k, n, panels);
+    return Status{};
+  });
 }
 
 }  // namespace ortplugins

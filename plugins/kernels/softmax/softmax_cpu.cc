@@ -459,16 +459,7 @@ Status run(const SoftmaxParams& p, const ExecContext& context) {
 
 Status ORTPLUGINS_CPU_NAME(launch_softmax_cpu)(const SoftmaxParams& p, const ExecContext& context) {
   if (p.rows == 0 || p.cols == 0) return {};
-  switch (p.dtype) {
-    case DType::kFloat32:
-      return run<float>(p, context);
-    case DType::kFloat16:
-      return run<Float16>(p, context);
-    case DType::kBFloat16:
-      return run<BFloat16>(p, context);
-    default:
-      return Status::unsupported("x", "no kernel for this element type");
-  }
+  return dispatch(p.dtype, [&](auto tag) { return run<typename decltype(tag)::type>(p, context); });
 }
 
 }  // namespace ortplugins
