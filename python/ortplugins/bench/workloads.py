@@ -139,30 +139,50 @@ GEMM = Workload(
 def _attention_inputs(p: Problem, rng: np.random.Generator) -> Arrays:
     q = rng.standard_normal((p["batch"], p["heads"], p["q_len"], p["head_dim"]), np.float32)
     k, v = (rng.standard_normal((p["batch"], p["kv_heads"], p["kv_len"], p["head_dim"]), np.float32) for _ in range(2))
+    if _attention_layout(p) == "BSNH":
+        q, k, v = (np.ascontiguousarray(t.transpose(0, 2, 1, 3)) for t in (q, k, v))
     return [q, k, v]
 
 
+def _attention_layout(p: Problem) -> str:
+    return p.get("layout", "BNSH")
+
+
 def _attention_stock(p: Problem, inputs: Arrays) -> onnx.ModelProto:
-    """The decomposed graph in its best layout: no transposes but that of the keys, which ONNX Runtime fuses."""
-    nodes = [
-        helper.make_node("Transpose", ["k"], ["kt"], perm=[0, 1, 3, 2]),
-        helper.make_node("MatMul", ["q", "kt"], ["scores"]),
+    """The decomposed graph.
+
+    In the layout BNSH, its best, without transposes but that of the keys, which ONNX Runtime fuses; in BSNH, in which
+    the projections leave their results, with the transposes of exported graphs.
+    """
+    exported = _attention_layout(p) == "BSNH"
+    nodes = []
+    q, v = ("q_heads", "v_heads") if exported else ("q", "v")
+    if exported:
+        nodes += [helper.make_node("Transpose", [t], [f"{t}_heads"], perm=[0, 2, 1, 3]) for t in "qv"]
+    nodes += [
+        helper.make_node("Transpose", ["k"], ["kt"], perm=[0, 2, 3, 1] if exported else [0, 1, 3, 2]),
+        helper.make_node("MatMul", [q, "kt"], ["scores"]),
         helper.make_node("Mul", ["scores", "scale"], ["scaled"]),
         helper.make_node("Softmax", ["scaled"], ["weights"], axis=-1),
-        helper.make_node("MatMul", ["weights", "v"], ["y"]),
+        helper.make_node("MatMul", ["weights", v], ["y_heads" if exported else "y"]),
     ]
+    if exported:
+        nodes.append(helper.make_node("Transpose", ["y_heads"], ["y"], perm=[0, 2, 1, 3]))
     scale = np.asarray(1.0 / math.sqrt(p["head_dim"]), inputs[0].dtype)
     return graph(nodes, dict(zip("q k v".split(), inputs)), "y", extra={"scale": scale})
 
 
 def _attention_reference(p: Problem, inputs: Arrays) -> np.ndarray:
     q, k, v = (t.astype(np.float64) for t in inputs)
+    exported = _attention_layout(p) == "BSNH"
+    if exported:
+        q, k, v = (t.transpose(0, 2, 1, 3) for t in (q, k, v))
     groups = p["heads"] // p["kv_heads"]
     k, v = np.repeat(k, groups, axis=1), np.repeat(v, groups, axis=1)
     out = np.empty(q.shape[:-1] + v.shape[-1:])
     for b, h in np.ndindex(q.shape[:2]):  # one score matrix at a time
         out[b, h] = _softmax(q[b, h] @ k[b, h].T / math.sqrt(p["head_dim"])) @ v[b, h]
-    return out
+    return out.transpose(0, 2, 1, 3) if exported else out
 
 
 def _self_attention(batch: int, heads: int, length: int, head_dim: int) -> dict[str, Any]:
@@ -189,8 +209,12 @@ ATTENTION = Workload(
     bytes=lambda p, size: (
         2.0 * size * p["batch"] * p["head_dim"] * (p["heads"] * p["q_len"] + p["kv_heads"] * p["kv_len"])
     ),
-    attrs=lambda p: {"layout": "BNSH"},
-    cpu=[_self_attention(*s) for s in ((8, 12, 128, 32), (1, 12, 512, 64), (1, 12, 2048, 64))],
+    attrs=lambda p: {"layout": _attention_layout(p)},
+    cpu=[
+        {**_self_attention(*s), "layout": layout}
+        for layout in ("BSNH", "BNSH")
+        for s in ((8, 12, 128, 32), (1, 12, 512, 64), (1, 12, 2048, 64))
+    ],
 )
 
 
