@@ -12,6 +12,8 @@ from typing import Any
 
 import numpy as np
 
+from ortplugins import ops
+
 Rounding = Callable[[np.ndarray], np.ndarray]
 
 
@@ -53,8 +55,11 @@ def plain(dtype: np.dtype, precision: str = "ieee") -> Arithmetic:
     return Arithmetic(np.dtype(np.float32), rounded=lambda x: x.astype(dtype).astype(np.float32))
 
 
-def _to_bnsh(x: np.ndarray, layout: str, heads: int) -> np.ndarray:
-    if x.ndim == 3:
+def _to_bnsh(x: np.ndarray, layout: str, heads: int, part: int) -> np.ndarray:
+    """q, k or v, which is part 0, 1 or 2 of a packed tensor, as (batch, heads, sequence, head_dim)."""
+    if layout in ops.PACKED_LAYOUTS:
+        x = x.take(part, axis=2 if layout == "BS3NH" else 3)
+    elif x.ndim == 3:
         x = x.reshape(*x.shape[:2], heads, x.shape[2] // heads if heads else 0)
     elif layout == "BNSH":
         return x
@@ -101,11 +106,13 @@ def attention_reference(
     num_heads = attrs.get("num_heads", 0)
     rank = q.ndim
     q, k, v = (
-        _to_bnsh(x.astype(dtype), layout, heads)
-        for x, heads in (
-            (q, num_heads),
-            (k, attrs.get("kv_num_heads", 0) or num_heads),
-            (v, attrs.get("kv_num_heads", 0) or num_heads),
+        _to_bnsh(x.astype(dtype), layout, heads, part)
+        for part, (x, heads) in enumerate(
+            (
+                (q, num_heads),
+                (k, attrs.get("kv_num_heads", 0) or num_heads),
+                (v, attrs.get("kv_num_heads", 0) or num_heads),
+            )
         )
     )
     if past_k is not None:
@@ -154,9 +161,9 @@ def attention_reference(
             y = np.where(
                 (np.nan_to_num(weight, nan=1.0) > 0).astype(np.float64) @ bad.astype(np.float64) > 0, np.nan, y
             )
-    if layout == "BSNH" or rank == 3:
+    if layout != "BNSH" or rank == 3:
         y = y.transpose(0, 2, 1, 3)
-    if rank == 3:
+    if rank != 4:
         y = y.reshape(batch, q_len, -1)
     return AttentionResult(y, present_k, present_v, largest_score)
 

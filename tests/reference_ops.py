@@ -98,12 +98,15 @@ class FusedAttention(OpRun):
         assert k.ndim == rank and v.ndim == rank, "q, k and v of one rank"
         kv_num_heads = kv_num_heads or num_heads
 
-        def heads(x, n):
+        def heads(x, n, part):
+            if rank == 5:
+                x = x.take(part, axis=2 if layout == "BS3NH" else 3)
             if rank == 3:
                 x = x.reshape(x.shape[0], x.shape[1], n, x.shape[2] // n)
             return x if layout == "BNSH" and rank == 4 else x.transpose(0, 2, 1, 3)
 
-        q, k, v = (heads(x, n).astype(np.float64) for x, n in ((q, num_heads), (k, kv_num_heads), (v, kv_num_heads)))
+        operands = ((q, num_heads), (k, kv_num_heads), (v, kv_num_heads))
+        q, k, v = (heads(x, n, part).astype(np.float64) for part, (x, n) in enumerate(operands))
         past = 0
         if past_k is not None:
             past = past_k.shape[2]
@@ -141,7 +144,7 @@ class FusedAttention(OpRun):
         y = (softmax(scores) @ v).astype(dtype)
         if not (layout == "BNSH" and rank == 4):
             y = y.transpose(0, 2, 1, 3)
-        if rank == 3:
+        if rank != 4:
             y = y.reshape(y.shape[0], y.shape[1], -1)
         return (y, *present)[: len(self.onnx_node.output)]
 

@@ -55,7 +55,7 @@ class Case:
     sk: int = 8
     d: int = 64
     dv: int = 0  # 0: d
-    layout: str = "BSNH"  # or BNSH, or 3D
+    layout: str = "BSNH"  # or BNSH, 3D, or a packed one
     attrs: dict[str, Any] = field(default_factory=dict)
     mask: tuple[int, ...] | None = None
     mask_kind: str = "bool"  # bool, add, -inf (half of it), lowest
@@ -70,6 +70,8 @@ class Case:
             "BSNH": (self.b, seq, heads, dim),
             "BNSH": (self.b, heads, seq, dim),
             "3D": (self.b, seq, heads * dim),
+            "BS3NH": (self.b, seq, 3, heads, dim),
+            "BSN3H": (self.b, seq, heads, 3, dim),
         }[self.layout]
 
     def attributes(self) -> dict[str, Any]:
@@ -105,6 +107,8 @@ class Case:
             None,
             None if self.total_lengths is None else np.array(self.total_lengths, np.int64),
         ]
+        if self.layout in ops.PACKED_LAYOUTS:
+            inputs[K] = inputs[V] = inputs[Q]
         if self.past is not None:
             inputs[PAST_K] = random_tensor(rng, (self.b, kv_heads, self.past, self.d), dtype, self.std)
             inputs[PAST_V] = random_tensor(rng, (self.b, kv_heads, self.past, dv), dtype, self.std)
@@ -243,6 +247,13 @@ CASES = [
         Case(f"grouped_{layout}", b=2, heads=6, kv_heads=2, sq=17, sk=50, d=24, dv=40, layout=layout)
         for layout in ("BSNH", "BNSH", "3D")
     ),
+    *(Case(f"packed_{layout}", b=2, heads=3, sq=70, sk=70, d=20, layout=layout) for layout in ops.PACKED_LAYOUTS),
+    *(
+        Case(f"packed_{layout}_d64", b=2, heads=2, sq=150, sk=150, layout=layout, attrs={"is_causal": 1})
+        for layout in ops.PACKED_LAYOUTS
+    ),
+    Case("packed_mask", b=2, heads=2, sq=24, sk=24, layout="BS3NH", mask=(2, 1, 1, 24)),
+    Case("packed_decode", b=2, heads=4, sq=1, sk=1, past=300, d=64, layout="BS3NH", attrs={"is_causal": 1}),
     Case("multi_query_decode", b=2, heads=8, kv_heads=1, sq=1, sk=300, d=64),
     Case("grouped_few_rows", heads=6, kv_heads=2, sq=2, sk=70, d=33),
     Case("v_wider", heads=2, sq=40, sk=40, d=8, dv=136),
@@ -569,6 +580,11 @@ def halve_heads(inputs: Inputs, *indices: int) -> None:
         (
             {"layout": "3D", "past": 2, "spoil": lambda inputs: halve_heads(inputs, PAST_K, PAST_V)},
             "past_k: has 1 heads, k and v 2",
+        ),
+        ({"layout": "BS3NH", "spoil": lambda inputs: inputs.__setitem__(K, inputs[K][:, :, :2].copy())}, "k: dimension 2"),
+        (
+            {"layout": "BS3NH", "spoil": lambda inputs: inputs.__setitem__(slice(3), [inputs[Q][:, :, :2].copy()] * 3)},
+            "q: expected 3 parts",
         ),
         (
             {"layout": "3D", "spoil": lambda inputs: inputs.__setitem__(Q, inputs[Q][..., :-1].copy())},

@@ -92,7 +92,7 @@ def test_optional_mask(form: str, dtype: Any, provider: str) -> None:
         ("FusedSoftmax", {"log": 2}, "FusedSoftmax node 'node': attribute log: 2 is not in \\[0, 1\\]"),
         ("FusedSoftmax", {"scale": float("nan")}, "FusedSoftmax node 'node': attribute scale: is not a finite number"),
         ("FusedGemm", {"activation": "swish"}, "FusedGemm node 'node': attribute activation: 'swish' is not one of none relu gelu"),
-        ("FusedAttention", {"layout": "SBNH"}, "FusedAttention node 'node': attribute layout: 'SBNH' is not one of BSNH BNSH"),
+        ("FusedAttention", {"layout": "SBNH"}, "FusedAttention node 'node': attribute layout: 'SBNH' is not one of BSNH BNSH BS3NH BSN3H"),
         ("FusedAttention", {"precision": 3}, "FusedAttention node 'node': attribute precision must be a string"),
     ],
 )

@@ -160,7 +160,7 @@ def test_projected_attention(mask: bool, causal: int) -> None:
     )
     _outputs(g, out, ["batch", S, W])
     result = check(g.model(), feeds)
-    assert len(fused(result.model, "FusedGemm")) == 3
+    assert len(fused(result.model, "FusedGemm")) == 1  # the three parts of the packed weight are joined again
     assert len(fused(result.model, "FusedAttention")) == 1
 
 

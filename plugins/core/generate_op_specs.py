@@ -45,18 +45,18 @@ class Emitter:
             self.symbols.append(text)
         return f"{{false, {self.symbols.index(text)}}}"
 
-    def term(self, text: str) -> str:
+    def term(self, text: str, kind: str) -> str:
         if text == "...":
             return "{AxisTerm::Kind::kEllipsis, {}, {}}"
-        for sign, kind in (("*", "kProduct"), ("+", "kSum")):
+        for sign, term_kind in (("*", "kProduct"), ("+", "kSum")):
             if sign in text:
                 left, right = text.split(sign)
-                if sign == "*" and left not in self.attr_index:
-                    raise ValueError(f"{self.op.name}: {text}: the first factor of a product must be an attribute")
-                return f"{{AxisTerm::Kind::{kind}, {self.factor(left)}, {self.factor(right)}}}"
+                if sign == "*" and kind == "Input" and left not in self.attr_index:
+                    raise ValueError(f"{self.op.name}: {text}: the first factor of an input's product must be an attribute")
+                return f"{{AxisTerm::Kind::{term_kind}, {self.factor(left)}, {self.factor(right)}}}"
         return f"{{AxisTerm::Kind::kSingle, {self.factor(text)}, {{}}}}"
 
-    def case(self, var: str, case) -> str:
+    def case(self, var: str, case, kind: str) -> str:
         if len(case.when) > 1:
             raise ValueError(f"{self.op.name}: an axes condition names one attribute at most")
         attr, value = -1, 0
@@ -65,7 +65,7 @@ class Emitter:
             attr = self.attr_index[name]
             spec = self.op.attrs[attr]
             value = spec.choices.index(wanted) if spec.kind == "string" else wanted
-        terms = ", ".join(self.term(t) for t in case.terms.split())
+        terms = ", ".join(self.term(t, kind) for t in case.terms.split())
         self.lines.append(f"inline constexpr AxisTerm {var}[] = {{{terms}}};")
         return f'{{{attr}, {value}, {case.rank}, {var}, "{case.terms}"}}'
 
@@ -73,7 +73,7 @@ class Emitter:
         rows = []
         for t in tensors:
             var = f"k{kind}{pascal(t.name)}"
-            cases = ", ".join(self.case(f"{var}Terms{i}", c) for i, c in enumerate(t.cases))
+            cases = ", ".join(self.case(f"{var}Terms{i}", c, kind) for i, c in enumerate(t.cases))
             self.lines.append(f"inline constexpr AxesCase {var}Axes[] = {{{cases}}};")
             types = ", ".join(f"DType::{CPP_DTYPE[d]}" for d in t.dtypes)
             self.lines.append(f"inline constexpr DType {var}Types[] = {{{types}}};")

@@ -160,6 +160,8 @@ def rewrite(
     if dry_run:
         _show_plan(document)
     nodes = f"{document['nodes_before']} nodes {'would become' if dry_run else 'became'} {document['nodes_after']}"
+    if document["packed"]:
+        nodes += f"; {document['packed']} attention sites read queries, keys and values in one tensor"
     console.out.print(nodes if dry_run else f"wrote {escape(str(target))}: {nodes}", highlight=False)
 
 

@@ -154,9 +154,14 @@ FUSED_GEMM = OpSpec(
 )
 
 _QKV_LAYOUTS = (
-    "`layout`: `BSNH` is (batch, sequence, heads, head_dim), or (batch, sequence, heads * head_dim) with `num_heads`; "
-    "`BNSH` is (batch, heads, sequence, head_dim)."
+    "`BSNH`: (batch, sequence, heads, head_dim), or (batch, sequence, heads * head_dim) with `num_heads`; "
+    "`BNSH`: (batch, heads, sequence, head_dim). Packed, as one projection gives them: `BS3NH` (batch, sequence, 3, heads, "
+    "head_dim) and `BSN3H` (batch, sequence, heads, 3, head_dim); `q`, `k` and `v`, usually one and the same tensor, are "
+    "then the parts 0, 1 and 2 of theirs, and `y` is (batch, sequence, heads * head_dim)."
 )
+
+PACKED_LAYOUTS = ("BS3NH", "BSN3H")
+"""Layouts of FusedAttention in which a tensor holds queries, keys and values side by side."""
 
 
 def _qkv(name: str, seq: str, heads: str, heads_attr: str, dim: str) -> Tensor:
@@ -165,6 +170,8 @@ def _qkv(name: str, seq: str, heads: str, heads_attr: str, dim: str) -> Tensor:
         (
             Axes(f"B {seq} {heads_attr}*{dim}", rank=3),
             Axes(f"B {heads} {seq} {dim}", when=(("layout", "BNSH"),)),
+            Axes(f"B {seq} Parts {heads} {dim}", when=(("layout", "BS3NH"),)),
+            Axes(f"B {seq} {heads} Parts {dim}", when=(("layout", "BSN3H"),)),
             Axes(f"B {seq} {heads} {dim}"),
         ),
     )
@@ -188,6 +195,7 @@ FUSED_ATTENTION = OpSpec(
         Tensor("y", (
             Axes("B Sq num_heads*Dv", rank=3),
             Axes("B N Sq Dv", when=(("layout", "BNSH"),)),
+            *(Axes("B Sq N*Dv", when=(("layout", packed),)) for packed in PACKED_LAYOUTS),
             Axes("B Sq N Dv"),
         )),
         Tensor("present_k", (Axes("B kv_num_heads P+S D", rank=3), Axes("B Nkv P+S D")), optional=True,
@@ -196,7 +204,7 @@ FUSED_ATTENTION = OpSpec(
                doc="`past_v` and `v`, concatenated; BNSH."),
     ),
     attrs=(
-        Attr("layout", "string", "BSNH", choices=("BSNH", "BNSH"), doc=_QKV_LAYOUTS),
+        Attr("layout", "string", "BSNH", choices=("BSNH", "BNSH", *PACKED_LAYOUTS), doc=_QKV_LAYOUTS),
         Attr("num_heads", "int", 0, minimum=0, doc="Query heads; required with 3-D tensors."),
         Attr("kv_num_heads", "int", 0, minimum=0, zero_means="num_heads", doc="Key and value heads of 3-D tensors; 0: as many as query heads."),
         Attr("scale", "float", None, doc="Factor on the scores; 1 / sqrt(head_dim) when absent."),

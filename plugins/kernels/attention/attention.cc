@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstddef>
 
 #include "core/op.h"
 #include "kernels/attention/variants.h"
@@ -13,12 +14,21 @@ namespace {
 struct Dims {
   int64_t batch = 0, seq = 0, heads = 0, dim = 0;
   AttentionStrides strides;
+  int64_t part_stride = 0;  // elements from the queries of a packed tensor to its keys, and from those to its values
 };
+
+constexpr bool is_packed(Layout layout) { return layout == Layout::kBs3nh || layout == Layout::kBsn3h; }
 
 Dims bind_tensor(const Shape& shape, Layout layout, int64_t heads) {
   if (shape.rank == 3) {
     const int64_t dim = heads > 0 ? shape[2] / heads : 0;
     return {shape[0], shape[1], heads, dim, {shape[1] * shape[2], shape[2], dim}};
+  }
+  if (layout == Layout::kBs3nh) {
+    return {shape[0], shape[1], shape[3], shape[4], {shape.product(1, 5), shape.product(2, 5), shape[4]}, shape.product(3, 5)};
+  }
+  if (layout == Layout::kBsn3h) {
+    return {shape[0], shape[1], shape[2], shape[4], {shape.product(1, 5), shape.product(2, 5), shape.product(3, 5)}, shape[4]};
   }
   if (layout == Layout::kBsnh) {
     return {shape[0], shape[1], shape[2], shape[3], {shape.product(1, 4), shape.product(2, 4), shape[3]}};
@@ -60,15 +70,27 @@ Status bind(const OpArgs& args, AttentionParams* p) {
     }
   }
   const auto layout = static_cast<Layout>(attrs[attr::kLayout].i);
+  const auto data = [&](int i, const Dims& dims) -> const void* {
+    if (in[i].data == nullptr) return nullptr;
+    return static_cast<const std::byte*>(in[i].data) + (i - input::kQ) * dims.part_stride * static_cast<int64_t>(size_of(in[i].dtype));
+  };
+  if (is_packed(layout)) {
+    for (const int i : {input::kQ, input::kK, input::kV}) {
+      const Shape& shape = in[i].shape;
+      if (shape.rank != 5) return Status::invalid(kInputs[i].name, "expected rank 5 in a packed layout, got {}", {shape.rank});
+      const int64_t parts = shape[layout == Layout::kBs3nh ? 2 : 3];
+      if (parts != 3) return Status::invalid(kInputs[i].name, "expected 3 parts (queries, keys, values), got {}", {parts});
+    }
+  }
   const Dims q = bind_tensor(in[input::kQ].shape, layout, attrs[attr::kNumHeads].i);
   const Dims k = bind_tensor(in[input::kK].shape, layout, attrs[attr::kKvNumHeads].i);
   const Dims v = bind_tensor(in[input::kV].shape, layout, attrs[attr::kKvNumHeads].i);
   if (k.heads == 0 ? q.heads != 0 : q.heads % k.heads != 0) {
     return Status::invalid("q", "has {} heads, not a multiple of the {} heads of k", {q.heads, k.heads});
   }
-  p->q = in[input::kQ].data;
-  p->k = in[input::kK].data;
-  p->v = in[input::kV].data;
+  p->q = data(input::kQ, q);
+  p->k = data(input::kK, k);
+  p->v = data(input::kV, v);
   p->y = args.outputs[output::kY].data;
   p->dtype = in[input::kQ].dtype;
   p->q_strides = q.strides;

@@ -16,7 +16,7 @@ import onnx_ir as ir
 from onnx import helper
 
 from ..bench.graphs import graph
-from ..ops import DOMAIN
+from ..ops import DOMAIN, PACKED_LAYOUTS
 from ..session import make_session
 from .facts import Facts, Shape, attr, op_of
 from .symbolic import Dim, Size
@@ -239,7 +239,8 @@ def _flops(work: Work, inputs: list[tuple[int, ...] | None], outputs: list[tuple
         heads_first = work.attrs.get("layout") == "BNSH" or (work.op == "Attention" and len(k) == 4)
         keys = k[2 if heads_first else 1] if len(k) > 2 else 0
         past = inputs[4] if len(inputs) > 4 else None
-        return 2.0 * (math.prod(q) + y) * (keys + (past[2] if past else 0))
+        queries = math.prod(q) / (3 if work.attrs.get("layout") in PACKED_LAYOUTS else 1)
+        return 2.0 * (queries + y) * (keys + (past[2] if past else 0))
     if work.op == "Einsum":
         letters: dict[str, int] = {}
         for term, shape in zip(str(work.attrs["equation"]).replace(" ", "").split("->")[0].split(","), inputs):

@@ -10,6 +10,7 @@ from ..errors import OrtPluginsError
 from ..ops import DOMAIN, OPSET_VERSION
 from .cost import work_of
 from .facts import Facts, Shape, op_of
+from .packing import is_attention, pack
 from .report import Refused, Report, Site
 from .rules import Match, Options, Rule
 from .rules.attention import AttentionRule
@@ -168,6 +169,8 @@ class Rewriter:
                         sites.append(
                             (order.get(node, len(order)), self._apply(rule, match, facts, sizes, graph, path, obstacle))
                         )
+        if isinstance(root, ir.Graph):  # a function has no initialisers
+            self._pack(root, facts, sizes)
         made = list(sizes.nodes)
         sizes.nodes.clear()
         sweep(made, facts, sizes)
@@ -179,6 +182,23 @@ class Rewriter:
                 self._note_types(root, facts)
             for graph, _ in graphs_of(root):
                 sort(graph)
+
+    def _pack(self, root: ir.Graph, facts: Facts, sizes: Sizes) -> None:
+        """Has attention read packed operands where they are, or can be, in one tensor."""
+        for graph, _ in list(graphs_of(root)):
+            for node in [n for n in graph if is_attention(n)]:
+                tape = Tape(facts, self._names, _name(node), sizes.vector)
+                packed = pack(node, facts, tape)
+                if packed is None:
+                    continue
+                values, gone = packed
+                graph.insert_before(node, tape.nodes)
+                for value in tape.initializers:
+                    graph.initializers.add(value)
+                for old, new in values:
+                    self._take_place(old, new, facts)
+                sweep(gone, facts, sizes)
+                self.report.packed += 1
 
     def _apply(
         self,
@@ -225,6 +245,17 @@ class Rewriter:
         work = ([w for n, w in before if n.graph is None], [work_of(n, facts) for n in tape.nodes])
         return Site(rule.kind, names, "fused", rule.op, None, None, path, work=work)
 
+    @staticmethod
+    def _take_place(old: ir.Value, new: ir.Value, facts: Facts) -> None:
+        """Gives a new value the readers, the name and all that is known of an old one."""
+        new.type = old.type if old.type is not None else new.type
+        new.shape = old.shape if old.shape is not None else new.shape
+        new.doc_string = old.doc_string
+        new.metadata_props.update(old.metadata_props)
+        facts.copy(old, new)
+        old.replace_all_uses_with(new, replace_graph_outputs=True)
+        new.name, old.name = old.name, new.name
+
     def _splice(
         self,
         graph: ir.Graph | ir.Function,
@@ -252,13 +283,7 @@ class Rewriter:
             for reader in [n for n in old.consumers() if facts.is_size_read(n)]:
                 sizes.answer(reader)
         for old, new in values:
-            new.type = old.type if old.type is not None else new.type
-            new.shape = old.shape if old.shape is not None else new.shape
-            new.doc_string = old.doc_string
-            new.metadata_props.update(old.metadata_props)
-            facts.copy(old, new)
-            old.replace_all_uses_with(new, replace_graph_outputs=True)
-            new.name, old.name = old.name, new.name
+            self._take_place(old, new, facts)
         sweep([*(old.producer() for old, _ in values), *old_nodes], facts, sizes)
         main = [node for node in tape.nodes if node.domain == DOMAIN][-1]
         if centre.graph is None and centre.name:

@@ -1169,6 +1169,9 @@ def _fused_attention(facts: Facts, node: ir.Node) -> _Result:
         return _Result([None], [dtype] * len(node.outputs))
     if len(q) == 4:
         return _Result([(*q[:3], v[3])], [dtype] * len(node.outputs))
+    if len(q) == 5:  # packed
+        heads_axis = 3 if attr(node, "layout") == "BS3NH" else 2
+        return _Result([(q[0], q[1], q[heads_axis] * v[4])], [dtype] * len(node.outputs))
     heads = attr(node, "num_heads", 0)
     dim = exact_div(v[2], attr(node, "kv_num_heads", 0) or heads)
     return _Result(

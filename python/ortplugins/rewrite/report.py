@@ -52,6 +52,9 @@ class Report:
     sites: list[Site] = field(default_factory=list)
     nodes_before: int = 0
     nodes_after: int = 0
+    packed: int = 0
+    """Attention sites that read queries, keys and values in one tensor; projections were joined for it where they
+    were three."""
     seconds: float = 0.0
     peak_memory: int = 0
     """Largest resident size of the process so far, in bytes."""
@@ -87,6 +90,7 @@ class Report:
             "counts": self.counts(),
             "nodes_before": self.nodes_before,
             "nodes_after": self.nodes_after,
+            "packed": self.packed,
             "seconds": round(self.seconds, 3),
             "peak_memory": self.peak_memory,
             "device": None if self.device is None else f"{self.device.name} ({self.device.source})",

@@ -126,13 +126,27 @@ class Tape:
         assert tensor is not None
         kind = tensor.dtype if dtype is None else dtype
         shape = function(np.broadcast_to(np.zeros((), np.int8), tuple(tensor.shape))).shape
-        name = self._names.free(f"{value.name}/{self._base}")
-        lazy = ir.LazyTensor(
-            lambda: ir.tensor(np.ascontiguousarray(function(tensor.numpy())).astype(kind.numpy()), dtype=kind),
-            dtype=kind,
-            shape=ir.Shape(shape),
-            name=name,
-        )
+        return self.computed(value, lambda arrays: function(arrays[0]), [value], shape, kind)
+
+    def computed(
+        self,
+        named_after: ir.Value,
+        function: Callable[[list[np.ndarray]], np.ndarray],
+        operands: Sequence[ir.Value | np.ndarray],
+        shape: Sequence[int],
+        dtype: ir.DataType | None = None,
+    ) -> ir.Value:
+        """A constant of the given shape computed from constants, when the model is written; of the type of
+        ``named_after`` if none is given."""
+        tensors = [x if isinstance(x, np.ndarray) else tensor_of(x) for x in operands]
+        kind = tensor_of(named_after).dtype if dtype is None else dtype
+        name = self._names.free(f"{named_after.name}/{self._base}")
+
+        def evaluate() -> ir.TensorProtocol:
+            arrays = [t if isinstance(t, np.ndarray) else t.numpy() for t in tensors]
+            return ir.tensor(np.ascontiguousarray(function(arrays)).astype(kind.numpy()), dtype=kind)
+
+        lazy = ir.LazyTensor(evaluate, dtype=kind, shape=ir.Shape(shape), name=name)
         out = ir.Value(name=name, shape=ir.Shape(shape), type=ir.TensorType(kind), const_value=lazy)
         self.initializers.append(out)
         return out
