@@ -4,16 +4,22 @@
     scripts/check_kernels.py FILE [FILE ...]        shared libraries or object files with CUDA code
 
 Lists every kernel. The exit status is 1 if one of them uses local memory (a spill, or an array that is indexed at run
-time) or lacks an instruction that its speed rests on. Needs cuobjdump of the CUDA toolkit.
+time) or lacks an instruction that its speed rests on. Needs cuobjdump and nvdisasm, of the CUDA toolkit or of the
+packages nvidia-cuda-cuobjdump and nvidia-cuda-nvdisasm.
 """
 
 from __future__ import annotations
 
+import contextlib
+import importlib.util
 import re
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
@@ -66,15 +72,11 @@ def parse_resources(text: str) -> Iterator[Kernel]:
             name = ""
 
 
-def parse_sass(text: str) -> Iterator[tuple[str, str, str]]:
-    """Architecture, name and instructions of each kernel in the output of ``cuobjdump --dump-sass``."""
-    arch = ""
-    for part in re.split(r"^\s*Function : ", text, flags=re.MULTILINE):
-        name, _, body = part.partition("\n")
-        if arch:
-            yield arch, name.strip(), body
-        if found := re.findall(r"^\s*arch = (\S+)", part, flags=re.MULTILINE):
-            arch = found[-1]
+def parse_sass(text: str) -> Iterator[tuple[str, str]]:
+    """Name and instructions of each kernel in the output of ``nvdisasm --print-code``."""
+    for part in re.split(r"^\.text\.", text, flags=re.MULTILINE)[1:]:
+        name, _, body = part.partition(":\n")
+        yield name, body
 
 
 def short_name(mangled: str) -> str:
@@ -86,6 +88,39 @@ def short_name(mangled: str) -> str:
     return name.partition("(")[0] if name.count("(") == 1 else re.sub(r"\((?!int\)|bool\)).*", "", name)
 
 
+def find_cuobjdump() -> Path | None:
+    """cuobjdump with nvdisasm beside it: on the PATH, of the toolkit, or of the packages installed for this Python."""
+    folders = [Path(found).parent for found in [shutil.which("cuobjdump")] if found]
+    folders += [Path("/usr/local/cuda/bin")]
+    for package in ("nvidia.cu13", "nvidia.cu12"):
+        with contextlib.suppress(ModuleNotFoundError):
+            spec = importlib.util.find_spec(package)
+            folders += [Path(p) / "bin" for p in spec.submodule_search_locations or ()] if spec else []
+    for folder in folders:
+        if (folder / "cuobjdump").is_file() and (folder / "nvdisasm").is_file():
+            return folder / "cuobjdump"
+    return None
+
+
+def examine(file: Path, cuobjdump: Path) -> list[tuple[Kernel, list[str]]]:
+    """Each kernel of a library or object file and its faults. Its parts are disassembled side by side."""
+
+    def run(tool: str, *options: str, folder: Path) -> str:
+        command = [str(cuobjdump.with_name(tool)), *options]
+        return subprocess.run(command, capture_output=True, text=True, check=True, cwd=folder).stdout
+
+    def faults(cubin: Path) -> list[tuple[Kernel, list[str]]]:
+        sass = dict(parse_sass(run("nvdisasm", "--print-code", cubin.name, folder=cubin.parent)))
+        kernels = parse_resources(run("cuobjdump", "--dump-resource-usage", cubin.name, folder=cubin.parent))
+        arch = cubin.suffixes[-2].removeprefix(".")  # NAME.3.sm_90.cubin
+        return [(k._replace(arch=arch), faults_of(k, sass[k.name])) for k in kernels]
+
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor() as pool:
+        run("cuobjdump", "--extract-elf", "all", str(file.resolve()), folder=Path(folder))
+        cubins = sorted(Path(folder).iterdir(), key=lambda p: -p.stat().st_size)
+        return sorted(chain.from_iterable(pool.map(faults, cubins)))
+
+
 def missing_instructions(name: str, sass: str) -> list[str]:
     """Patterns that the kernel should match and does not."""
     wanted = [p for e in EXPECTATIONS if re.search(e.kernel, name) for p in e.instructions]
@@ -95,7 +130,7 @@ def missing_instructions(name: str, sass: str) -> list[str]:
 def faults_of(kernel: Kernel, sass: str) -> list[str]:
     """What is wrong with a kernel; empty if nothing is."""
     faults = []
-    if kernel.local or re.search(r"\b(LDL|STL)\b", sass):
+    if kernel.local or " LDL" in sass or " STL" in sass:
         faults.append(f"local memory ({kernel.stack + kernel.local} bytes a thread)")
     faults += [f"no {p}" for p in missing_instructions(kernel.name, sass)]
     return faults
@@ -103,31 +138,26 @@ def faults_of(kernel: Kernel, sass: str) -> list[str]:
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.argument("files", nargs=-1, required=True, type=click.Path(exists=True, dir_okay=False, path_type=Path))
-@click.option("--cuobjdump", default=lambda: shutil.which("cuobjdump") or "/usr/local/cuda/bin/cuobjdump",
-              help="The disassembler. [default: that on the PATH]")
+@click.option("--cuobjdump", type=click.Path(exists=True, dir_okay=False, path_type=Path), default=find_cuobjdump,
+              help="The disassembler. [default: that on the PATH, of the toolkit or of its package]")
 @click.option("--all/--faulty", "every", default=True, help="List all kernels, or only those with a fault.")
-def main(files: tuple[Path, ...], cuobjdump: str, every: bool) -> None:
+def main(files: tuple[Path, ...], cuobjdump: Path | None, every: bool) -> None:
     """Lists registers, shared memory and faults of the CUDA kernels in FILES."""
-
-    def dump(option: str, file: Path) -> str:
-        return subprocess.run([cuobjdump, option, str(file)], capture_output=True, text=True, check=True).stdout
-
-    if shutil.which(cuobjdump) is None:
-        raise click.ClickException(f"{cuobjdump} is not there: it comes with the CUDA toolkit; --cuobjdump names it")
+    if cuobjdump is None:
+        raise click.ClickException(
+            "cuobjdump and nvdisasm are not there: they come with the CUDA toolkit, and with pip install "
+            "nvidia-cuda-cuobjdump nvidia-cuda-nvdisasm"
+        )
     table = Table("arch", "kernel", "registers", "shared", "fault")
-    kernels, faulty = 0, 0
-    for file in files:
-        sass = {(arch, name): body for arch, name, body in parse_sass(dump("--dump-sass", file))}
-        for kernel in parse_resources(dump("--dump-resource-usage", file)):
-            faults = faults_of(kernel, sass.get((kernel.arch, kernel.name), ""))
-            kernels, faulty = kernels + 1, faulty + bool(faults)
-            if every or faults:
-                numbers = str(kernel.registers), str(kernel.shared)
-                table.add_row(kernel.arch, short_name(kernel.name), *numbers, ", ".join(faults))
-    console = Console()
+    examined = [result for file in files for result in examine(file, cuobjdump)]
+    for kernel, faults in examined:
+        if every or faults:
+            table.add_row(kernel.arch, short_name(kernel.name), str(kernel.registers), str(kernel.shared), ", ".join(faults))
+    faulty = sum(bool(faults) for _, faults in examined)
+    console = Console(width=None if sys.stdout.isatty() else 160)
     console.print(table)
-    console.print(f"{kernels} kernels, {faulty} with a fault")
-    if kernels == 0:
+    console.print(f"{len(examined)} kernels, {faulty} with a fault")
+    if not examined:
         raise click.ClickException("there is no CUDA code in these files")
     sys.exit(1 if faulty else 0)
 

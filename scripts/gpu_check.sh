@@ -2,7 +2,8 @@
 # Everything that needs a GPU, in one command: build for the GPU of this machine, run the GPU tests, compute-sanitizer, and
 # benchmarks.
 #
-#   scripts/gpu_check.sh [STAGE ...]        stages: build test ort sanitize bench:ARGS; default: build test ort sanitize
+#   scripts/gpu_check.sh [STAGE ...]        stages: build kernels test ort sanitize ladder bench:ARGS run:COMMAND;
+#                                           default: build kernels test ort sanitize
 #
 # On a machine without a network, KIT names a folder with what pip cannot fetch there:
 #   *.whl              Python packages, installed beside the system's
@@ -33,8 +34,30 @@ stage() { # NAME COMMAND...
   "$@" >"$OUT/$name.log" 2>&1
   local rc=$?
   echo "    $name: exit status $rc after $((SECONDS - start)) s"
-  [ $rc -eq 0 ] || { status=1; tail -n "${TAIL:-40}" "$OUT/$name.log"; }
+  [ $rc -eq 0 ] || { status=1; tail -n "${TAIL:-40}" "$OUT/$name.log"; grep ^FAILED "$OUT/$name.log"; }
   return $rc
+}
+
+# Every test file under every tool at once, each with a log of its own and at most LIMIT seconds.
+sanitize() {
+  local tool file name rc jobs=()
+  local -A names=()
+  for tool in memcheck racecheck; do
+    for file in "${kernel_tests[@]}" tests/test_ladder.py tests/test_tensorrt_host.py; do
+      name=sanitize-$tool-$(basename "$file" .py)
+      timeout -k 5 "${LIMIT:-240}" compute-sanitizer --tool "$tool" --error-exitcode 9 --target-processes all \
+        "$PYTHON" -m pytest -q -m "gpu and small" -p no:cacheprovider "$file" >"$OUT/$name.log" 2>&1 &
+      names[$!]=$name
+      jobs+=($!)
+    done
+  done
+  echo "=== sanitize"
+  for job in "${jobs[@]}"; do
+    wait "$job"
+    rc=$?
+    echo "    ${names[$job]}: exit status $rc: $(grep -E "^[0-9]+ (passed|failed|skipped)|SUMMARY" "$OUT/${names[$job]}.log" | tr '\n' ' ')"
+    [ $rc -eq 0 ] || { status=1; tail -n "${TAIL:-40}" "$OUT/${names[$job]}.log"; grep ^FAILED "$OUT/${names[$job]}.log"; }
+  done
 }
 
 configure_and_build() {
@@ -53,20 +76,17 @@ configure_and_build() {
   ln -s "$BUILD"/libortplugins_*.so "$BUILD/python/ortplugins/lib/"
 }
 
+kernel_tests=(tests/test_softmax.py tests/test_gemm.py tests/test_attention.py tests/test_layer_norm.py)
 stages=("$@")
-[ ${#stages[@]} -gt 0 ] || stages=(build test ort sanitize)
+[ ${#stages[@]} -gt 0 ] || stages=(build kernels test ort sanitize)
 for s in "${stages[@]}"; do
   case $s in
     build) stage build configure_and_build || exit 1 ;;
-    test) stage test "$PYTHON" -m pytest -q --maxfail=60 -n "$TEST_JOBS" -m gpu -p no:cacheprovider tests/test_softmax.py tests/test_gemm.py tests/test_attention.py tests/test_layer_norm.py ;;
-    ort) stage ort "$PYTHON" -m pytest -q --maxfail=40 -n "$TEST_JOBS" -m gpu -p no:cacheprovider tests --ignore tests/test_softmax.py --ignore tests/test_gemm.py --ignore tests/test_attention.py --ignore tests/test_layer_norm.py ;;
-    sanitize)
-      for tool in memcheck racecheck; do
-        stage "sanitize-$tool" compute-sanitizer --tool "$tool" --error-exitcode 9 --target-processes all \
-          "$PYTHON" -m pytest -q -m "gpu and small" -p no:cacheprovider tests/test_softmax.py tests/test_gemm.py tests/test_attention.py tests/test_layer_norm.py \
-          tests/test_tensorrt_host.py
-      done
-      ;;
+    kernels) stage kernels "$PYTHON" scripts/check_kernels.py --faulty "$BUILD/libortplugins_onnxruntime.so" ;;
+    test) stage test "$PYTHON" -m pytest -q --maxfail=60 -n "$TEST_JOBS" -m gpu -p no:cacheprovider "${kernel_tests[@]}" ;;
+    ort) stage ort "$PYTHON" -m pytest -q --maxfail=40 -n "$TEST_JOBS" -m gpu -p no:cacheprovider tests "${kernel_tests[@]/#/--ignore=}" ;;
+    sanitize) sanitize ;;
+    ladder) stage ladder "$PYTHON" -m ortplugins.cli bench --ladder --json "$OUT/ladder.json" ;;
     bench:*) stage "bench-${s#bench:}" "$PYTHON" -m ortplugins.cli bench ${s#bench:} --provider cuda --json "$OUT/${s#bench:}.json" ;;
     run:*) stage "run" bash -c "${s#run:}" ;;
     *) echo "unknown stage $s" >&2; exit 2 ;;

@@ -169,6 +169,11 @@ def test_bench_measures_and_records(tmp_path, monkeypatch):
         assert record["variant"].startswith("cpu_") and record["dtype"] == "float32" and record["precision"] is None
 
 
+def test_bench_ladder_is_for_what_has_one():
+    status, output = run("bench", "attention", "--ladder")
+    assert status == 2 and "attention: there are gemm, softmax" in output
+
+
 def test_bench_refuses_an_unknown_op():
     status, output = run("bench", "convolution")
     assert status == 2 and "there are softmax, gemm, attention, layer_norm" in output
@@ -220,7 +225,7 @@ def test_digest_depends_on_kernel_sources_only(tmp_path):
         and changes("python/ortplugins/ops.py")
     )
     assert changes("plugins/kernels/softmax/another.cu")
-    assert not changes("plugins/onnxruntime/custom_ops.cc") and not changes("plugins/kernels/gemm/ladder/naive.cu")
+    assert not changes("plugins/onnxruntime/custom_ops.cc") and not changes("plugins/ladder/gemm.cu")
     assert not changes("plugins/kernels/softmax/README.md")
 
 

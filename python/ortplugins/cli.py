@@ -503,13 +503,26 @@ def demo(output: Path | None, seconds: float, threads: int | None) -> None:
     help="Least time for each problem. [default: 2 on the CPU, 0.2 on CUDA]",
 )
 @click.option(
+    "--ladder",
+    is_flag=True,
+    help="On CUDA, for gemm and softmax: measure the stages of the climb from a naive kernel to ours (plugins/ladder).",
+)
+@click.option("--ncu/--no-ncu", default=True, help="With --ladder: ask Nsight Compute too. [default: if it is there]")
+@click.option(
     "--digest",
     is_flag=True,
     help="Print the digest of the kernel sources and stop: of the source tree in the current "
     "folder, or else of those that the installed library was built from.",
 )
 def bench(
-    ops: tuple[str, ...], provider: str, json_path: Path | None, threads: int, seconds: float | None, digest: bool
+    ops: tuple[str, ...],
+    provider: str,
+    json_path: Path | None,
+    threads: int,
+    seconds: float | None,
+    ladder: bool,
+    ncu: bool,
+    digest: bool,
 ) -> None:
     """Measure each OP (softmax, gemm, attention, layer_norm; all by default) against the best that is there without it.
 
@@ -522,10 +535,14 @@ def bench(
       ortplugins bench
       ortplugins bench softmax attention --threads 2 --json cpu.json
       ortplugins bench gemm --provider cuda --json gemm.json
+      ortplugins bench gemm --ladder --json ladder.json
       ortplugins bench --digest
     """
     from .bench import digest as sources
     from .bench import records as recording
+    from .bench.ladder import MIN_SECONDS as LADDER_SECONDS
+    from .bench.ladder import STAGES
+    from .bench.ladder import run as run_ladder
     from .bench.workloads import WORKLOADS
     from .build_info import library_digest
 
@@ -533,9 +550,19 @@ def bench(
         here = Path.cwd()
         click.echo(sources.kernel_digest(here) if sources.is_source_tree(here) else library_digest())
         return
-    if unknown := set(ops) - WORKLOADS.keys():
-        raise click.BadParameter(f"{', '.join(sorted(unknown))}: there are {', '.join(WORKLOADS)}", param_hint="OP")
+    offered = tuple(STAGES) if ladder else tuple(WORKLOADS)
+    if unknown := set(ops) - set(offered):
+        raise click.BadParameter(f"{', '.join(sorted(unknown))}: there are {', '.join(offered)}", param_hint="OP")
     command = " ".join(["ortplugins", *sys.argv[1:]])
+    if ladder:
+        with console.progress_bar() as progress:
+            environment, stages = run_ladder(
+                ops or offered, min_seconds=seconds or LADDER_SECONDS, profile=ncu, command=command, progress=progress
+            )
+        if json_path is not None:
+            recording.write_records(json_path, environment, stages)
+        _show_records(environment, stages)
+        return
     with console.progress_bar() as progress:
         if provider == "cuda":
             from .bench import cuda as side
@@ -555,20 +582,26 @@ def bench(
 
 def _show_records(environment: dict, records: list) -> None:
     """A table for each op: its rivals differ from those of the next."""
+    from dataclasses import asdict
+
+    from .bench import roofline
     from .bench.workloads import WORKLOADS
 
+    ceilings = environment.get("ceilings", {})
     for op in dict.fromkeys(r.op for r in records):
         rows = [r for r in records if r.op == op]
         baselines = list(dict.fromkeys(name for r in rows for name in r.baselines))
-        numbers = ["error", "time", "rate", *baselines]
+        shares = [roofline.share(asdict(r), ceilings) for r in rows]
+        numbers = ["error", "time", "rate", *(["ceiling"] if any(shares) else []), *baselines]
         table = console.table(
             f"{op} on {environment['device']}, ONNX Runtime {environment['onnxruntime']}",
             ["problem", "type", "variant", *numbers],
             numbers,
         )
-        for r in rows:
+        for r, share in zip(rows, shares):
             problem = console.problem(r.shape)
-            cells = [
+            cells = [share] if any(shares) else []
+            cells += [
                 f"{console.microseconds(r.baselines[b]['median_us'])} ({r.ratio(b):.2f}x)" if b in r.baselines else "-"
                 for b in baselines
             ]
@@ -583,6 +616,9 @@ def _show_records(environment: dict, records: list) -> None:
             )
         console.out.print(table)
     console.out.print("[dim]medians, in alternation; in brackets how many times as fast ours is[/dim]", highlight=False)
+    if ceilings:
+        measured = ", ".join(f"{name.replace('_per_', '/').replace('_', ' ')} {v:.3g}" for name, v in ceilings.items())
+        console.out.print(f"[dim]ceiling: share of what this device does at best: {measured}[/dim]", highlight=False)
 
 
 def _rate(workload, record) -> str:

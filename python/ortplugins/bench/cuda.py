@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +22,7 @@ from ..doctor import driver_version
 from ..errors import OrtPluginsError
 from ..register import import_onnxruntime
 from ..session import make_session
-from ..timing import Rounds
+from ..timing import Rounds, Timing
 from .records import Record, environment
 from .workloads import WORKLOADS
 
@@ -305,29 +305,32 @@ OPS = {"softmax": Softmax, "gemm": Gemm, "attention": Attention, "layer_norm": L
 # --- Ours, and how everything is timed --------------------------------------------------------------------------------
 
 
-def _device_tensor(tensor: torch.Tensor | None) -> native.DeviceTensor | None:
+def device_tensor(tensor: torch.Tensor | None) -> native.DeviceTensor | None:
     if tensor is None:
         return None
     return native.DeviceTensor(tensor.data_ptr(), str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
 
 
-def _our_call(op: str, inputs: Tensors, attrs: dict[str, Any], out: torch.Tensor) -> Call:
+def our_call(
+    op: str, inputs: Tensors, attrs: dict[str, Any], out: torch.Tensor, variant: str | None = None
+) -> Call:
     """One launch on the current stream; everything that can be prepared is prepared here."""
-    arguments, results = [_device_tensor(t) for t in inputs], [_device_tensor(out)]
-    nbytes = native.workspace_bytes(op, arguments, results, attrs, device="cuda")
+    arguments, results = [device_tensor(t) for t in inputs], [device_tensor(out)]
+    nbytes = native.workspace_bytes(op, arguments, results, attrs, variant=variant, device="cuda")
     workspace = torch.empty(max(nbytes, 1), dtype=torch.uint8, device="cuda")
     return lambda: native.run(
         op,
         arguments,
         attrs,
         outputs=results,
+        variant=variant,
         device="cuda",
         stream=torch.cuda.current_stream().cuda_stream,
         workspace=(workspace.data_ptr(), nbytes),
     )
 
 
-class _Captured:
+class Captured:
     """Calls captured into one CUDA graph; ``seconds()`` replays it once and gives the time of one call."""
 
     def __init__(self, calls: Sequence[Call]):
@@ -409,6 +412,42 @@ def _has_stock_graph(job: Job) -> bool:
     return job.name != "attention" or (p["mask"] == "none" and not p["is_causal"] and p["heads"] == p["kv_heads"])
 
 
+def buffer_sets(side: Any, job: Job, first: Tensors, out: torch.Tensor) -> list[tuple[Tensors, torch.Tensor]]:
+    """Inputs and output in as many copies as together do not stay in the L2 cache; ``first`` and ``out`` are the first."""
+    set_bytes = sum(t.nbytes for t in (*first, out) if t is not None)
+    l2_bytes = native.cuda_device(0)["l2_bytes"]
+    count = max(1, min(64, math.ceil(2 * l2_bytes / set_bytes), _MAX_BYTES // set_bytes))
+    return [(first, out)] + [(side.inputs(job, out.dtype), torch.empty_like(out)) for _ in range(count - 1)]
+
+
+def add_rivals(contenders: dict[str, Any], side: Any, job: Job, sets: Sequence[tuple[Tensors, torch.Tensor]]) -> None:
+    """Captures the rivals in PyTorch, except those that do not take this problem."""
+    rivals = [side.rivals(job, i, o) for i, o in sets]
+    for name in rivals[0]:
+        try:
+            contenders[name] = Captured([r[name] for r in rivals])
+        except RuntimeError:
+            torch.cuda.synchronize()
+
+
+def in_alternation(contenders: Mapping[str, Any], min_seconds: float, min_rounds: int = 10) -> dict[str, Timing]:
+    """The time of each contender."""
+    rounds = Rounds([[] for _ in contenders])
+    order = list(enumerate(contenders.values()))
+    deadline = time.perf_counter() + min_seconds
+    while len(rounds.seconds[0]) < min_rounds or time.perf_counter() < deadline:
+        for i, contender in order:
+            rounds.seconds[i].append(contender.seconds())
+        order.reverse()
+    return {name: rounds.timing(i) for i, name in enumerate(contenders)}
+
+
+def error_of(out: torch.Tensor, reference: torch.Tensor, scale: torch.Tensor | float) -> float:
+    """The largest error against float64; NaN if there is one."""
+    torch.cuda.synchronize()
+    return float(((out.double() - reference).abs() / scale).max())
+
+
 def _measure(job: Job, min_seconds: float) -> Record:
     side, workload, dtype = OPS[job.name], WORKLOADS[job.name], getattr(torch, job.dtype)
     torch.manual_seed(0)
@@ -416,58 +455,65 @@ def _measure(job: Job, min_seconds: float) -> Record:
     first = side.inputs(job, dtype)
     reference, scale = side.reference(job, first)
     out = torch.empty(reference.shape, dtype=dtype, device="cuda")
-    _our_call(op, first, attrs, out)()
-    torch.cuda.synchronize()
-    error = float(((out.double() - reference).abs() / scale).max())
+    our_call(op, first, attrs, out)()
+    error = error_of(out, reference, scale)
     del reference, scale
 
-    set_bytes = sum(t.nbytes for t in (*first, out) if t is not None)
-    l2_bytes = native.cuda_device(0)["l2_bytes"]
-    count = max(1, min(64, math.ceil(2 * l2_bytes / set_bytes), _MAX_BYTES // set_bytes))
-    sets = [(first, out)] + [(side.inputs(job, dtype), torch.empty_like(out)) for _ in range(count - 1)]
-    contenders: dict[str, Any] = {"ours": _Captured([_our_call(op, i, attrs, o) for i, o in sets])}
-    rivals = [side.rivals(job, i, o) for i, o in sets]
-    for name in rivals[0]:
-        try:
-            contenders[name] = _Captured([r[name] for r in rivals])
-        except RuntimeError:  # a backend of torch that does not take this problem
-            torch.cuda.synchronize()
+    sets = buffer_sets(side, job, first, out)
+    contenders: dict[str, Any] = {"ours": Captured([our_call(op, i, attrs, o) for i, o in sets])}
+    add_rivals(contenders, side, job, sets)
     if _has_stock_graph(job):
         contenders["ort_tf32" if job.precision == "tf32" else "ort"] = _stock_session(
             job, sets, tf32=job.precision == "tf32"
         )
-
-    rounds = Rounds([[] for _ in contenders])
-    order = list(enumerate(contenders.values()))
-    deadline = time.perf_counter() + min_seconds
-    while len(rounds.seconds[0]) < 10 or time.perf_counter() < deadline:
-        for i, contender in order:
-            rounds.seconds[i].append(contender.seconds())
-        order.reverse()
-    measured = rounds.timing(0)
-    variant = native.choose(op, [_device_tensor(t) for t in first], attrs, device="cuda")
+    times = in_alternation(contenders, min_seconds)
+    measured = times.pop("ours")
+    variant = native.choose(op, [device_tensor(t) for t in first], attrs, device="cuda")
     record = Record(
         op, dict(job.problem), job.dtype, job.precision, variant, measured.median_us, measured.spread_us, error
     )
-    for i, name in enumerate(contenders):
-        if i > 0:
-            record.add_baseline(name, rounds.timing(i))
+    for name, timing in times.items():
+        record.add_baseline(name, timing)
     return record
 
 
 def _ceilings() -> dict[str, float]:
-    """What this very device copies and multiplies, as the measure of "percent of peak"."""
-    source = torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
-    target = torch.empty_like(source)
-    copy = min(_Captured([lambda: target.copy_(source)]).seconds() for _ in range(5))
-    n = 8192
-    a, b = (torch.randn(n, n, device="cuda", dtype=torch.float16) for _ in range(2))
-    out = torch.empty_like(a)
-    product = min(_Captured([lambda: torch.matmul(a, b, out=out)]).seconds() for _ in range(5))
-    return {
-        "copy_TB_per_s": round(2 * source.nbytes / copy / 1e12, 3),
-        "fp16_TFLOP_per_s": round(2 * n**3 / product / 1e12, 1),
-    }
+    """What this very device copies and multiplies, as the measure of "percent of peak": the best of five.
+
+    512 MB are copied by a kernel too, since in a CUDA graph the driver leaves a copy of that size to a copy engine: on an
+    H200 2.7 TB/s, where a kernel, and the driver outside of a graph, reach 4.2; 128 MB go at 4.1 either way.
+    """
+    n = 1 << 27
+    source, target = (torch.empty(n, dtype=torch.float32, device="cuda") for _ in range(2))
+    source.normal_()
+
+    def best(*calls: Call) -> float:
+        return min(captured.seconds() for captured in [Captured([call]) for call in calls] for _ in range(5))
+
+    copy = best(lambda: target.copy_(source), lambda: torch.neg(source, out=target))
+    ceilings = {"copy_TB_per_s": round(2 * source.nbytes / copy / 1e12, 3)}
+    del source, target
+    size = 8192
+    for name, dtype, tf32 in (("fp16", torch.float16, False), ("tf32", torch.float32, True), ("fp32", torch.float32, False)):
+        a, b = (torch.randn(size, size, device="cuda", dtype=dtype) for _ in range(2))
+        out = torch.empty_like(a)
+        torch.backends.cuda.matmul.allow_tf32 = tf32
+        seconds = best(lambda: torch.matmul(a, b, out=out))
+        ceilings[f"{name}_TFLOP_per_s"] = round(2 * size**3 / seconds / 1e12, 1)
+    torch.backends.cuda.matmul.allow_tf32 = False
+    return ceilings
+
+
+def measure_environment(command: str, progress: Callable[[str, float], None]) -> dict[str, Any]:
+    """What the figures depend on, and the ceilings. OrtPluginsError if there is no GPU to measure on."""
+    if not torch.cuda.is_available() or not native.with_cuda:
+        raise OrtPluginsError(
+            "there is no GPU that both PyTorch and this build of ortplugins can use; `ortplugins doctor` says more"
+        )
+    progress("measuring what the device can do", 0.0)
+    return environment(
+        torch.cuda.get_device_name(0), command, driver=driver_version(), torch=torch.__version__, ceilings=_ceilings()
+    )
 
 
 def run(
@@ -482,19 +528,11 @@ def run(
 
     ``min_seconds`` is the least time for each problem; ``threads`` only matters on the CPU.
     """
-    if not torch.cuda.is_available() or not native.with_cuda:
-        raise OrtPluginsError(
-            "there is no GPU that both PyTorch and this build of ortplugins can use; `ortplugins doctor` says more"
-        )
-    progress("measuring what the device can do", 0.0)
-    ceilings = _ceilings()
+    facts = measure_environment(command, progress)
     jobs = [job for name in names for job in OPS[name].jobs()]
     records = []
     for i, job in enumerate(jobs):
         progress(job.label, i / len(jobs))
         records.append(_measure(job, min_seconds))
         torch.cuda.empty_cache()
-    facts = environment(
-        torch.cuda.get_device_name(0), command, driver=driver_version(), torch=torch.__version__, ceilings=ceilings
-    )
     return facts, records

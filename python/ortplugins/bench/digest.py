@@ -9,18 +9,19 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 _FOLDERS = ("plugins/core", "plugins/device", "plugins/kernels")
 _SUFFIXES = {".h", ".cc", ".cu", ".cuh", ".py"}
-_TEACHING = "ladder"
+_LADDER = "plugins/ladder"
 
 
-def source_files(tree: Path) -> list[str]:
+def source_files(tree: Path, folders: Sequence[str] = _FOLDERS) -> list[str]:
     """Paths, relative to ``tree``, of the kernel library's sources and of the op specification, in path order."""
-    files = [p for folder in _FOLDERS for p in (tree / folder).rglob("*") if p.suffix in _SUFFIXES]
+    files = [p for folder in folders for p in (tree / folder).rglob("*") if p.suffix in _SUFFIXES]
     names = [p.relative_to(tree) for p in (*files, tree / "python/ortplugins/ops.py")]
-    return sorted(n.as_posix() for n in names if _TEACHING not in n.parts and "__pycache__" not in n.parts)
+    return sorted(n.as_posix() for n in names if "__pycache__" not in n.parts)
 
 
 def is_source_tree(tree: Path) -> bool:
@@ -28,14 +29,19 @@ def is_source_tree(tree: Path) -> bool:
     return (tree / "plugins/kernels").is_dir() and (tree / "python/ortplugins/ops.py").is_file()
 
 
-def kernel_digest(tree: Path) -> str:
+def kernel_digest(tree: Path, folders: Sequence[str] = _FOLDERS) -> str:
     """SHA-256 over path and content of every source file."""
     digest = hashlib.sha256()
-    for name in source_files(tree):
+    for name in source_files(tree, folders):
         content = (tree / name).read_bytes()
         digest.update(f"{name}\0{len(content)}\0".encode())
         digest.update(content)
     return digest.hexdigest()
+
+
+def ladder_digest(tree: Path) -> str:
+    """As :func:`kernel_digest`, of the ladder too."""
+    return kernel_digest(tree, (*_FOLDERS, _LADDER))
 
 
 def main() -> None:
@@ -53,6 +59,7 @@ def main() -> None:
         return
     facts = {
         "kernel_digest": digest,
+        "ladder_digest": ladder_digest(args.tree),
         "compiler": args.compiler,
         "cuda": args.cuda,
         "cuda_architectures": args.architectures,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
@@ -38,6 +39,13 @@ class Record:
         return self.baselines[baseline]["median_us"] / self.median_us
 
 
+@dataclass
+class LadderRecord(Record):
+    """A stage of the ladder. ``ladder`` holds its name, ``stage``, and ``profile``: what Nsight Compute said, or None."""
+
+    ladder: dict[str, Any] = field(default_factory=dict)
+
+
 def environment(device: str, command: str, **more: Any) -> dict[str, Any]:
     """What a figure depends on besides the code."""
     from ..register import import_onnxruntime
@@ -52,9 +60,12 @@ def environment(device: str, command: str, **more: Any) -> dict[str, Any]:
     }
 
 
-def write_records(path: str | os.PathLike[str], environment: dict[str, Any], records: list[Record]) -> None:
+def write_records(path: str | os.PathLike[str], environment: dict[str, Any], records: Sequence[Record]) -> None:
     """Writes the file, complete or not at all."""
-    document = {"kernel_digest": library_digest(), "environment": environment, "records": [asdict(r) for r in records]}
+    digests = {"kernel_digest": library_digest()}
+    if any(isinstance(r, LadderRecord) for r in records):
+        digests["ladder_digest"] = library_digest("ladder_digest")
+    document = {**digests, "environment": environment, "records": [asdict(r) for r in records]}
     replace_atomically(path, json.dumps(document, indent=1) + "\n")
 
 
