@@ -18,9 +18,10 @@ from click.testing import CliRunner
 
 import ortplugins
 from ort_versions import PACKAGE_FOLDER
-from ortplugins import cli
+from ortplugins import cli, demo
 from ortplugins.bench import digest
 from ortplugins.bench.workloads import WORKLOADS
+from ortplugins.errors import OrtPluginsError
 from test_compare import edited, small_encoder
 
 TREE = Path(__file__).parents[1]
@@ -172,6 +173,27 @@ def test_bench_measures_and_records(tmp_path, monkeypatch):
 def test_bench_ladder_is_for_what_has_one():
     status, output = run("bench", "attention", "--ladder")
     assert status == 2 and "attention: there are gemm, softmax" in output
+
+
+def test_bench_of_a_whole_model(tmp_path, monkeypatch):
+    """The command that measures BERT on a GPU, with the demo's model on the CPU."""
+    try:
+        demo.find_model()
+    except OrtPluginsError as error:
+        pytest.skip(str(error))
+    monkeypatch.setattr("ortplugins.demo.SHAPES", ((2, 16),))
+    path = tmp_path / "e2e.json"
+    status, output = run("bench", "e2e", "--seconds", 0.05, "--json", path)
+    assert status == 0, output
+    (record,) = json.loads(path.read_text())["records"]
+    assert record["op"] == "model" and record["shape"]["batch"] == 2 and record["shape"]["cuda_graph"] is False
+    assert 0 < record["error"] < 1e-4 and record["median_us"] > 0 and record["baselines"]["ort"]["median_us"] > 0
+    assert "3 FusedAttention" in record["variant"]
+
+
+def test_bench_measures_whole_models_by_themselves():
+    status, output = run("bench", "e2e", "softmax")
+    assert status == 2 and "give e2e alone" in output
 
 
 def test_bench_refuses_an_unknown_op():

@@ -67,6 +67,23 @@ def test_figures_come_from_the_record(tree: Path) -> None:
     assert "Stale" not in page
 
 
+def test_a_rival_inside_a_session_is_compared_with_ours_inside_one(tree: Path) -> None:
+    run = json.loads(record(kernel_digest(tree)))
+    run["records"][0] |= {"in_session_us": 12.0, "baselines": {"ort": {"median_us": 25.0}, "ort_mha": {"median_us": 18.0}}}
+    (tree / RECORDS / "run.json").write_text(json.dumps(run))
+    page = render(tree)
+    assert "| in a session | ort | ort_mha |" in page
+    assert "| 10 us | 12 us | 25 us (2.50x) | 18 us (1.50x) |" in page
+
+
+def test_whole_models_have_a_table(tree: Path) -> None:
+    run = json.loads(record(kernel_digest(tree)))
+    shape = {"model": "bert-base", "batch": 8, "sequence": 128, "cuda_graph": True}
+    run["records"][0] |= {"op": "model", "shape": shape, "dtype": "float16"}
+    (tree / RECORDS / "run.json").write_text(json.dumps(run))
+    assert "| model bert-base batch 8 sequence 128 cuda_graph True | float16 |" in render(tree)
+
+
 def test_other_sources_make_a_run_stale(tree: Path) -> None:
     (tree / RECORDS / "run.json").write_text(record(kernel_digest(tree)))
     (tree / "plugins/kernels/new.cu").write_text("// changed\n")

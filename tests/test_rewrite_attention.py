@@ -539,6 +539,30 @@ def test_a_condition_that_always_holds_is_dropped() -> None:
     assert "And" not in ops(result.model) and "Range" not in ops(result.model)
 
 
+@pytest.mark.parametrize(("stride_axis", "understood"), [(1, True), (0, False)])
+def test_a_mask_indexed_by_ranges_is_the_mask(stride_axis: int, understood: bool) -> None:
+    """PyTorch's `mask[batch_index, key_index]`; with the size of another axis as the stride it is not that."""
+
+    def mask(g: Graph, s: str) -> str:
+        rows = g.add("Unsqueeze", _range(g, "x", 0), np.array([1, 2, 3]))
+        columns = g.add("Unsqueeze", _range(g, "x", 1), np.array([0, 1, 2]))
+        padding = g.input("m", bool, ["batch", "queries"])
+        stride = g.add("Gather", g.add("Shape", padding), np.array(stride_axis))
+        position = g.add("Add", columns, g.add("Mul", rows, stride))
+        kept = g.add("Gather", g.add("Flatten", padding, axis=2), position)
+        kept = g.add("Reshape", g.add("Reshape", kept, np.array([-1])), g.add("Shape", position))
+        return g.add("Where", kept, s, np.float32(-np.inf))
+
+    g = Graph()
+    g.output(attention(g, on_scores=chain(scaled(0.3), mask), self_attention=True)[0])
+    keep = np.ones((B, SQ), bool)
+    keep[1, 2:] = False
+    result = check(g.model(), {"x": feeds()["x"], "m": keep})
+    (node,) = fused(result.model, "FusedAttention")
+    assert len(node["inputs"]) == 4
+    assert ({"Range", "Gather", "Mul"} & set(ops(result.model)) == set()) is understood
+
+
 def test_two_blocks_share_a_position_bias() -> None:
     """T5: no scale, one bias for both blocks, a padding mask on top in the second."""
     g = Graph()

@@ -60,6 +60,15 @@ def test_activation(name: str, bias: bool) -> None:
     assert ops(result.model) == ["FusedGemm"]
 
 
+def test_weight_and_bias_behind_identity() -> None:
+    """PyTorch's exporter writes one of several equal initialisers, and Identity for the others."""
+    g = Graph()
+    weight, bias = (g.add("Identity", g.add("Identity", w)) for w in (g.weight(K, N), g.weight(N)))
+    g.output(g.add("Relu", g.add("Add", g.add("MatMul", g.input("x", F, ["batch", "rows", K]), weight), bias)))
+    (node,) = fused(check(g.model(), X).model, "FusedGemm")
+    assert node["activation"] == "relu" and len(node["inputs"]) == 3
+
+
 @pytest.mark.parametrize(("approximate", "activation"), [("none", "gelu"), ("tanh", "gelu_tanh")])
 def test_gelu_operator(approximate: str, activation: str) -> None:
     g = Graph(opset=20, ir_version=9)

@@ -170,12 +170,12 @@ def test_dry_run_shows_the_plan_and_writes_nothing(path: Path) -> None:
     report = path.with_name("plan.json")
     status, output = run("rewrite", path, "--dry-run", "--device", "cuda", "--dim", "rows=64", "--report", report)
     assert status == 0, output
-    assert "Plan for NVIDIA H200 (data sheet)" in output and "product" in output and "memory" in output
+    assert "Plan for NVIDIA H200 (measured)" in output and "product" in output and "memory" in output
     assert "3 nodes would become 1" in output and "wrote" not in output
     assert sorted(p.name for p in path.parent.iterdir()) == ["model.onnx", "plan.json"]
     document = json.loads(report.read_text())
     assert document["sites"][0]["estimate"]["flops"] == 2 * 64 * N * K
-    assert document["device"] == "NVIDIA H200 (data sheet)"
+    assert document["device"] == "NVIDIA H200 (measured)"
 
 
 def test_dry_run_gives_the_reason_of_a_near_miss() -> None:

@@ -13,7 +13,7 @@ from rich.markup import escape
 from . import __version__, console
 from .errors import OrtPluginsError
 from .files import replace_atomically
-from .ops import OPS, PRECISIONS, find
+from .ops import OPS, PRECISIONS
 from .rewrite import rewrite as rewrite_model
 from .rewrite.api import KINDS
 from .rewrite.cost import H200, this_cpu
@@ -99,7 +99,7 @@ _THREADS = click.option(
     type=click.Choice(("cpu", "cuda")),
     default="cpu",
     show_default=True,
-    help="Device of the plan's estimates: this CPU, measured, or an H200 by its data sheet.",
+    help="Device of the plan's estimates: this CPU, or an H200 as measured once.",
 )
 @_BATCH
 @_LENGTH
@@ -525,6 +525,7 @@ def bench(
     digest: bool,
 ) -> None:
     """Measure each OP (softmax, gemm, attention, layer_norm; all by default) against the best that is there without it.
+    OP e2e measures a whole model: as exported, by ONNX Runtime's transformers optimizer, and rewritten.
 
     Ours and its rivals run in the same process in alternation, after the result was checked against float64. On the CPU
     the rival is a session of stock nodes with the same number of threads; on CUDA there are also PyTorch's kernels,
@@ -536,6 +537,7 @@ def bench(
       ortplugins bench softmax attention --threads 2 --json cpu.json
       ortplugins bench gemm --provider cuda --json gemm.json
       ortplugins bench gemm --ladder --json ladder.json
+      ortplugins bench e2e --provider cuda
       ortplugins bench --digest
     """
     from .bench import digest as sources
@@ -550,9 +552,11 @@ def bench(
         here = Path.cwd()
         click.echo(sources.kernel_digest(here) if sources.is_source_tree(here) else library_digest())
         return
-    offered = tuple(STAGES) if ladder else tuple(WORKLOADS)
+    offered = tuple(STAGES) if ladder else (*WORKLOADS, "e2e")
     if unknown := set(ops) - set(offered):
         raise click.BadParameter(f"{', '.join(sorted(unknown))}: there are {', '.join(offered)}", param_hint="OP")
+    if "e2e" in ops and len(ops) > 1:
+        raise click.BadParameter("whole models are measured by themselves: give e2e alone", param_hint="OP")
     command = " ".join(["ortplugins", *sys.argv[1:]])
     if ladder:
         with console.progress_bar() as progress:
@@ -564,12 +568,14 @@ def bench(
         _show_records(environment, stages)
         return
     with console.progress_bar() as progress:
-        if provider == "cuda":
+        if ops == ("e2e",):
+            from .bench import e2e as side
+        elif provider == "cuda":
             from .bench import cuda as side
         else:
             from .bench import cpu as side
         environment, measured = side.run(
-            ops or tuple(WORKLOADS),
+            provider if ops == ("e2e",) else ops or tuple(WORKLOADS),
             threads=threads,
             min_seconds=seconds or side.MIN_SECONDS,
             command=command,
@@ -588,11 +594,13 @@ def _show_records(environment: dict, records: list) -> None:
     from .bench.workloads import WORKLOADS
 
     ceilings = environment.get("ceilings", {})
+    rates = {w.spec.name: w for w in WORKLOADS.values()}
     for op in dict.fromkeys(r.op for r in records):
         rows = [r for r in records if r.op == op]
         baselines = list(dict.fromkeys(name for r in rows for name in r.baselines))
         shares = [roofline.share(asdict(r), ceilings) for r in rows]
-        numbers = ["error", "time", "rate", *(["ceiling"] if any(shares) else []), *baselines]
+        in_session = ["in a session"] if any(r.in_session_us for r in rows) else []
+        numbers = ["error", "time", "rate", *(["ceiling"] if any(shares) else []), *in_session, *baselines]
         table = console.table(
             f"{op} on {environment['device']}, ONNX Runtime {environment['onnxruntime']}",
             ["problem", "type", "variant", *numbers],
@@ -611,7 +619,8 @@ def _show_records(environment: dict, records: list) -> None:
                 r.variant,
                 console.error(r.error),
                 console.microseconds(r.median_us),
-                _rate(WORKLOADS[find(op).kernel], r),
+                _rate(rates[op], r) if op in rates else "-",
+                *([console.microseconds(r.in_session_us) if r.in_session_us else "-"] if in_session else []),
                 *cells,
             )
         console.out.print(table)

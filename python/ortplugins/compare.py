@@ -38,11 +38,11 @@ value, by the output's dtype."""
 
 # A float64 reference that the original itself misses by this many times the stated bound is no reference: the evaluator
 # reads the graph differently, or the graph turns a rounding into a step (relative-position buckets).
-_IMPLAUSIBLE = 50.0
+IMPLAUSIBLE = 50.0
 
 # Errors are maxima over few elements, so that one side may be exact by luck: this many units in the last place of the
 # largest value are granted in any case.
-_FLOOR_ULPS = 8.0
+FLOOR_ULPS = 8.0
 
 
 @dataclass
@@ -376,11 +376,11 @@ def _measure_output(
         result.bound = relative * largest
         if exact is not None and exact.shape == stock.shape:
             error = _distance(stock64, exact.astype(np.float64))
-            if error <= _IMPLAUSIBLE * relative * largest:
+            if error <= IMPLAUSIBLE * relative * largest:
                 result.reference = "float64"
                 result.error_original = error
                 result.error_rewritten = _distance(ours64, exact.astype(np.float64))
-                result.bound = 2.0 * error + _FLOOR_ULPS * float(ml_dtypes.finfo(stock.dtype).eps) * largest
+                result.bound = 2.0 * error + FLOOR_ULPS * float(ml_dtypes.finfo(stock.dtype).eps) * largest
     return result
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -157,3 +157,32 @@ class DeviceCall:
         self._session.run_with_iobinding(self._binding)
         if self._is_device:
             self._binding.synchronize_outputs()
+
+
+class GraphCall(DeviceCall):
+    """A run of a CUDA session made with ``enable_cuda_graph``: a replay of its graph ``graph_id``, captured by the first
+    run, or an ordinary run for -1. ``shapes`` are those of the outputs, which stay where they are, of type ``dtype``.
+    """
+
+    def __init__(
+        self,
+        session: onnxruntime.InferenceSession,
+        feeds: dict[str, np.ndarray],
+        shapes: Mapping[str, Sequence[int]],
+        dtype: str,
+        graph_id: int,
+    ):
+        super().__init__(session, feeds, "cuda")
+        ort = import_onnxruntime()
+        self.outputs = {
+            name: ort.OrtValue.ortvalue_from_shape_and_type(list(shape), np.dtype(dtype).type, "cuda", 0)
+            for name, shape in shapes.items()
+        }
+        for name, value in self.outputs.items():
+            self._binding.bind_ortvalue_output(name, value)
+        self._options = ort.RunOptions()
+        self._options.add_run_config_entry("gpu_graph_id", str(graph_id))
+
+    def __call__(self) -> None:
+        self._session.run_with_iobinding(self._binding, self._options)
+        self._binding.synchronize_outputs()

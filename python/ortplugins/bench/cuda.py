@@ -4,7 +4,8 @@ Every rival is timed by the same method, in alternation. The calls of a rival ar
 walks over several sets of buffers, together larger than twice the L2 cache, so that no call finds its data in the cache
 and no launch overhead is counted; the time of a call is the graph's, between two events, divided by its calls. ONNX
 Runtime sessions cannot be captured together with others: they are queued on the same stream one after the other, so
-that their launch overhead is hidden only where the kernels take longer than the launches.
+that their launch overhead is hidden only where the kernels take longer than the launches. ``ort_mha`` is therefore
+measured, and compared with ours, as many nodes in one session (see ``chains``).
 
 The result of our op is checked against float64 before it is timed.
 """
@@ -23,7 +24,8 @@ from ..errors import OrtPluginsError
 from ..register import import_onnxruntime
 from ..session import make_session
 from ..timing import Rounds, Timing
-from .records import Record, environment
+from .chains import chains
+from .records import IN_SESSION, Record, environment
 from .workloads import WORKLOADS
 
 try:
@@ -39,6 +41,7 @@ HALF_TYPES = ("float16", "bfloat16")
 MIN_SECONDS = 0.2
 _GRAPH_SECONDS = 4e-3  # long enough that what starting a graph costs, some 10 us, is lost in it
 _MAX_BYTES = 24 << 30
+_COPY_BYTES = 128 << 20  # larger copies the driver leaves, in a CUDA graph, to a slower copy engine
 
 
 @dataclass(frozen=True)
@@ -208,7 +211,8 @@ class Attention:
         (1, 12, 128, 64),
     )
     HEAD_DIMS = (32, 40, 72, 80, 96, 160, 192, 256)
-    FLOAT32 = ((4, 16, 2048, 64), (4, 16, 2048, 128), (8, 12, 512, 64))
+    FLOAT32 = ((4, 16, 2048, 64), (4, 16, 2048, 128), (8, 12, 512, 64), (8, 12, 128, 64), (1, 12, 128, 64))
+    CACHES = (1024, 8192, 16384, 131072)
 
     @classmethod
     def jobs(cls) -> list[Job]:
@@ -228,8 +232,9 @@ class Attention:
         problems = [problem(*s, causal) for s in cls.SHAPES for causal in (False, True)]
         problems.append(problem(32, 12, 77, 64, True))
         problems += [problem(4, 16, 2048, d) for d in cls.HEAD_DIMS]
-        problems += [problem(4, 16, 2048, 128, mask=mask) for mask in ("padding", "bias")]
-        problems += [problem(b, 32, 1, 128, kv_heads=8, kv_len=n) for b in (1, 16) for n in (1024, 8192, 131072)]
+        masked = ((4, 16, 2048, 128), (4, 16, 2048, 64), (8, 12, 512, 64))
+        problems += [problem(*s, mask=mask) for s in masked for mask in ("padding", "bias")]
+        problems += [problem(b, 32, 1, 128, kv_heads=8, kv_len=n) for b in (1, 16) for n in cls.CACHES]
         jobs = [Job("attention", p, dtype) for p in problems for dtype in HALF_TYPES]
         return jobs + [
             Job("attention", problem(*s), "float32", precision)
@@ -297,7 +302,11 @@ class Attention:
             "torch_cudnn": SDPBackend.CUDNN_ATTENTION,
             "torch_memeff": SDPBackend.EFFICIENT_ATTENTION,
         }
-        return {name: sdpa(backend) for name, backend in backends.items()}
+        rivals: dict[str, Call] = {name: sdpa(backend) for name, backend in backends.items()}
+        if job.problem["q_len"] == 1:  # what takes time is to read k and v, as many bytes as a copy of k moves
+            parts = [t.view(-1).split(_COPY_BYTES // k.itemsize) for t in (torch.empty_like(k), k)]
+            rivals["copy"] = lambda: [target.copy_(source) for target, source in zip(*parts)]
+        return rivals
 
 
 OPS = {"softmax": Softmax, "gemm": Gemm, "attention": Attention, "layer_norm": LayerNorm}
@@ -412,6 +421,13 @@ def _has_stock_graph(job: Job) -> bool:
     return job.name != "attention" or (p["mask"] == "none" and not p["is_causal"] and p["heads"] == p["kv_heads"])
 
 
+def _has_chain(job: Job) -> bool:
+    """Whether ours is also measured inside a session, against MultiHeadAttention: short problems, where it matters."""
+    p = job.problem
+    plain = p["mask"] == "none" and p["q_len"] == p["kv_len"] <= 512 and p["heads"] == p["kv_heads"]
+    return plain and job.dtype != "bfloat16" and job.precision != "tf32"
+
+
 def buffer_sets(side: Any, job: Job, first: Tensors, out: torch.Tensor) -> list[tuple[Tensors, torch.Tensor]]:
     """Inputs and output in as many copies as together do not stay in the L2 cache; ``first`` and ``out`` are the first."""
     set_bytes = sum(t.nbytes for t in (*first, out) if t is not None)
@@ -466,12 +482,17 @@ def _measure(job: Job, min_seconds: float) -> Record:
         contenders["ort_tf32" if job.precision == "tf32" else "ort"] = _stock_session(
             job, sets, tf32=job.precision == "tf32"
         )
+    if job.name == "attention" and _has_chain(job):
+        chain = chains(job.problem, job.dtype, job.precision, contenders["ours"].seconds())
+        contenders |= {IN_SESSION if name == "ours" else name: c for name, c in chain.items()}
     times = in_alternation(contenders, min_seconds)
     measured = times.pop("ours")
     variant = native.choose(op, [device_tensor(t) for t in first], attrs, device="cuda")
     record = Record(
         op, dict(job.problem), job.dtype, job.precision, variant, measured.median_us, measured.spread_us, error
     )
+    in_session = times.pop(IN_SESSION, None)
+    record.in_session_us = in_session and in_session.median_us
     for name, timing in times.items():
         record.add_baseline(name, timing)
     return record

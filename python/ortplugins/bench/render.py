@@ -19,6 +19,7 @@ from ..errors import OrtPluginsError
 from ..files import replace_atomically
 from . import roofline
 from .digest import kernel_digest, ladder_digest
+from .records import MODEL, ratio
 from .workloads import WORKLOADS
 
 PAGE = Path("docs/performance.md")
@@ -33,7 +34,10 @@ _INTRODUCTION = """\
 Rendered by `python -m ortplugins.bench.render` from the recorded runs under `plugins/perf`; not written by hand. Times are
 medians; each rival was measured in the same run by the same method, in alternation. "2.0x" beside a rival means that
 ours takes half its time. `copy` is a copy of the same tensor on the device, the bound for an op that reads and writes it
-once. `error` is the largest against float64 (for GEMM divided by |A||B|). `ceiling` is the share of what the device could
+once. `error` is the largest against float64 (for GEMM divided by |A||B|). `ort` is ONNX Runtime with stock nodes;
+`ort_mha` its MultiHeadAttention as a node of a session, compared with ours "in a session". Whole models: `ort_optimizer`
+is the model that ONNX Runtime's transformers optimizer makes, and `ort_no_graph`, in rows with a CUDA graph, the stock
+model without one. `ceiling` is the share of what the device could
 do at best, by the ceilings measured on it in the same run: its copy rate for the bytes that must move, or the best rate
 of cuBLAS for the arithmetic, whichever takes longer.
 
@@ -64,15 +68,18 @@ def _table(records: list[Mapping[str, Any]], ceilings: Mapping[str, float]) -> I
     rivals = list(dict.fromkeys(name for r in records for name in r["baselines"]))
     shares = [roofline.share(r, ceilings) for r in records]
     known = any(shares)
+    in_session = any("in_session_us" in r for r in records)
     rows = []
     for r, share in zip(records, shares):
         cells = [console.problem(r["shape"]), _kind(r), f"`{r['variant']}`", console.error(r["error"]), console.microseconds(r["median_us"])]
         cells += [share] if known else []
+        cells += [console.microseconds(r["in_session_us"]) if "in_session_us" in r else ""] if in_session else []
         for name in rivals:
             rival = r["baselines"].get(name)
-            cells.append("" if rival is None else f"{console.microseconds(rival['median_us'])} ({rival['median_us'] / r['median_us']:.2f}x)")
+            cells.append("" if rival is None else f"{console.microseconds(rival['median_us'])} ({ratio(r, name):.2f}x)")
         rows.append(cells)
-    return _markdown_table(["problem", "type", "variant", "error", "time", *(["ceiling"] if known else []), *rivals], rows)
+    more = [*(["ceiling"] if known else []), *(["in a session"] if in_session else [])]
+    return _markdown_table(["problem", "type", "variant", "error", "time", *more, *rivals], rows)
 
 
 def _heading(path: str, run: Run, stale: bool, device: str = "") -> Iterable[str]:
@@ -116,8 +123,8 @@ def _run(path: str, run: Run, digest: str) -> Iterable[str]:
         records = [r for r in run["records"] if r["op"] == op]
         yield f"### {op}"
         yield ""
-        kernel = roofline.kernel_of(records[0])
-        if roofline.plot_of(kernel, environment["device"], ceilings, records) is not None:
+        kernel = None if op == MODEL else roofline.kernel_of(records[0])
+        if kernel and roofline.plot_of(kernel, environment["device"], ceilings, records) is not None:
             yield f"![Roofline: TFLOP/s over FLOP/byte]({plot_path(kernel).name})"
             yield ""
         yield from _table(records, ceilings)

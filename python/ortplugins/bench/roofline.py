@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from ..errors import OrtPluginsError
 from ..ops import find
+from .records import MODEL
 from .workloads import WORKLOADS
 
 Ceilings = Mapping[str, float]
@@ -60,6 +61,8 @@ def arithmetic_ceiling(name: str, ceilings: Ceilings) -> float | None:
 
 def limit(record: RawRecord, ceilings: Ceilings) -> Limit | None:
     """None where the run's ceilings do not say."""
+    if record["op"] == MODEL:
+        return None
     copy, rate = ceilings.get("copy_TB_per_s"), arithmetic_ceiling(arithmetic(record), ceilings)
     if not copy or not rate:
         return None

@@ -56,9 +56,14 @@ REFERENCE = _Reference()
 
 
 def tensor_of(value: ir.Value | None) -> ir.TensorProtocol | None:
-    """The constant behind a value: an initialiser that no caller can override, or the output of Constant."""
+    """The constant behind a value: an initialiser that no caller can override, or the output of Constant.
+
+    Also behind Identity: PyTorch's exporter writes equal initialisers, such as the biases of an untrained model, once.
+    """
     if value is None:
         return None
+    while value.const_value is None and op_of(value.producer()) == "Identity":
+        value = value.producer().inputs[0]
     if value.const_value is not None:
         return None if value.is_graph_input() else value.const_value
     node = value.producer()

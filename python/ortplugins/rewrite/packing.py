@@ -231,7 +231,7 @@ def _joined(facts: Facts, node: ir.Node, heads: int, dim: int, tape: Tape) -> Pa
     biases = [_operand(g, 2) for g in gemms]
     width = heads * dim
     side = 0 if attr(gemms[0], "transB", 0) else 1
-    if not all(w.is_initializer() and tensor_of(w) is not None and len(tensor_of(w).shape) == 2 for w in weights):
+    if not all(tensor_of(w) is not None and len(tensor_of(w).shape) == 2 for w in weights):
         return None
     if any(tuple(tensor_of(w).shape) != tuple(tensor_of(weights[0]).shape) for w in weights):
         return None
@@ -239,7 +239,7 @@ def _joined(facts: Facts, node: ir.Node, heads: int, dim: int, tape: Tape) -> Pa
         return None
     bias = None
     if any(b is not None for b in biases):
-        if not all(b is None or (b.is_initializer() and tensor_of(b) is not None) for b in biases):
+        if not all(b is None or tensor_of(b) is not None for b in biases):
             return None
         if not all(b is None or tuple(tensor_of(b).shape) in ((width,), (1, width)) for b in biases):
             return None

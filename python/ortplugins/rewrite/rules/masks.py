@@ -13,14 +13,14 @@ only taken out of a mask where it is the only condition: then every row sees a k
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 import onnx_ir as ir
 
 from ..facts import REFERENCE, Facts, attr, broadcast, op_of, tensor_of
-from ..layout import Arrangement, flat, same, sizes
+from ..layout import Arrangement, Factor, flat, same, sizes
 from ..operands import is_no_op
 from ..report import Refused
 from ..symbolic import Dim, Size
@@ -86,14 +86,21 @@ class Masks:
 class Affine:
     """An integer tensor that is a sum of indices and a size: (axis counted from the right, factor), and the size."""
 
-    indices: tuple[tuple[int, int], ...]
+    indices: tuple[tuple[int, Size], ...]
     constant: Size
 
     def plus(self, other: Affine, sign: int = 1) -> Affine:
         total = dict(self.indices)
         for axis, c in other.indices:
             total[axis] = total.get(axis, 0) + sign * c
-        return Affine(tuple(sorted((a, c) for a, c in total.items() if c)), self.constant + sign * other.constant)
+        return Affine(_in_order(total), self.constant + sign * other.constant)
+
+    def times(self, factor: Size) -> Affine:
+        return Affine(_in_order({a: c * factor for a, c in self.indices}), self.constant * factor)
+
+
+def _in_order(indices: Mapping[int, Size]) -> tuple[tuple[int, Size], ...]:
+    return tuple((axis, indices[axis]) for axis in sorted(indices) if indices[axis] != 0)
 
 
 def affine(facts: Facts, value: ir.Value, depth: int = 0) -> Affine | None:
@@ -114,6 +121,11 @@ def affine(facts: Facts, value: ir.Value, depth: int = 0) -> Affine | None:
     if op in ("Add", "Sub"):
         a, b = (affine(facts, v, depth + 1) for v in node.inputs)
         return None if a is None or b is None else a.plus(b, 1 if op == "Add" else -1)
+    if op == "Mul":
+        a, b = (affine(facts, v, depth + 1) for v in node.inputs)
+        if a is None or b is None or (a.indices and b.indices):
+            return None
+        return a.times(b.constant) if a.indices else b.times(a.constant)
     if op == "Expand" or (op == "Cast" and _integer(facts, value)) or is_no_op(facts, node):
         return affine(facts, node.inputs[0], depth + 1)
     if op in ("Unsqueeze", "Squeeze", "Reshape"):
@@ -151,7 +163,7 @@ def _moved(value: Affine, before: Sequence[Size], after: Sequence[Size]) -> Affi
     place = dict(zip(old, new))
     if any(axis not in place for axis, _ in value.indices):
         return None
-    return Affine(tuple(sorted((place[a], c) for a, c in value.indices)), value.constant)
+    return Affine(_in_order({place[a]: c for a, c in value.indices}), value.constant)
 
 
 # -- conditions
@@ -278,7 +290,7 @@ def _bound(facts: Facts, node: ir.Node, wanted: bool) -> Condition | None:
     if op in ("Less", "Greater"):
         difference = difference.plus(Affine((), 1), -1)
     c = difference.constant
-    if all(f > 0 for _, f in difference.indices) and (c >= 0 if isinstance(c, int) else c.nonnegative):
+    if all(isinstance(f, int) and f > 0 for _, f in difference.indices) and (c >= 0 if isinstance(c, int) else c.nonnegative):
         return Condition()  # indices are at least 0
     if difference.indices == ((0, -1), (1, 1)):
         return Condition(right=c)
@@ -501,7 +513,7 @@ def _emit(masks: Masks, canonical: Arrangement, dtype: ir.DataType, tape: Tape) 
 
 def to_canonical(value: ir.Value, term: Term, target: Arrangement, tape: Tape) -> ir.Value:
     """A tensor that broadcasts to the scores, as one that broadcasts to (batch, heads, query, key)."""
-    value = _without_expand(tape.facts, value)
+    value = _without_gather(_without_expand(tape.facts, value), tape)
     shape = tape.facts.shape(value)
     have_rank = min(len(shape), len(term.arrangement))
     behind = term.arrangement[len(term.arrangement) - have_rank :]
@@ -545,3 +557,47 @@ def _without_expand(facts: Facts, value: ir.Value) -> ir.Value:
         ):
             return value
         value = x
+
+
+_RESHAPES = frozenset({"Reshape", "Unsqueeze", "Squeeze", "Flatten"})
+
+
+def _behind_reshapes(facts: Facts, value: ir.Value) -> ir.Value:
+    """The value whose elements, in the same order, these are."""
+    while op_of(value.producer()) in _RESHAPES or (value.producer() is not None and is_no_op(facts, value.producer())):
+        value = value.producer().inputs[0]
+    return value
+
+
+def _without_gather(value: ir.Value, tape: Tape) -> ir.Value:
+    """The tensor itself, with axes of size 1 put in, where the value holds all its elements in their order.
+
+    PyTorch writes a padding mask as `mask[batch_index, key_index]`, which is exported as a Gather at the flat positions
+    `batch_index * keys + key_index` of ranges: a dozen small nodes, some of them on the host.
+    """
+    facts = tape.facts
+    gather = _behind_reshapes(facts, value).producer()
+    if op_of(gather) != "Gather" or attr(gather, "axis", 0) != 0:
+        return value
+    x = _behind_reshapes(facts, gather.inputs[0])
+    position = affine(facts, gather.inputs[1])
+    flat, own, index, shape = map(facts.shape, (gather.inputs[0], x, gather.inputs[1], value))
+    if position is None or flat is None or own is None or index is None or shape is None:
+        return value
+    if position.constant != 0 or any(d != 1 for d in flat[1:]) or not _solid(index) == _solid(own) == _solid(shape):
+        return value
+    places = [i for i, d in enumerate(reversed(index)) if d != 1]
+    strides: list[Size] = [1]
+    for d in _solid(own)[:0:-1]:
+        strides.append(strides[-1] * d)
+    if position.indices != tuple(zip(places, strides)):
+        return value
+    factors = [Factor(x.name, d) for d in _solid(own)]
+    rest = iter(factors)
+    source: Arrangement = [[] if d == 1 else [next(rest)] for d in own]
+    rest = iter(factors)
+    return tape.arrange(x, source, [[] if d == 1 else [next(rest)] for d in shape])
+
+
+def _solid(shape: Sequence[Size]) -> list[Size]:
+    return [d for d in shape if d != 1]
