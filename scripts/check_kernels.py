@@ -138,8 +138,12 @@ def faults_of(kernel: Kernel, sass: str) -> list[str]:
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.argument("files", nargs=-1, required=True, type=click.Path(exists=True, dir_okay=False, path_type=Path))
-@click.option("--cuobjdump", type=click.Path(exists=True, dir_okay=False, path_type=Path), default=find_cuobjdump,
-              help="The disassembler. [default: that on the PATH, of the toolkit or of its package]")
+@click.option(
+    "--cuobjdump",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    default=find_cuobjdump,
+    help="The disassembler. [default: that on the PATH, of the toolkit or of its package]",
+)
 @click.option("--all/--faulty", "every", default=True, help="List all kernels, or only those with a fault.")
 def main(files: tuple[Path, ...], cuobjdump: Path | None, every: bool) -> None:
     """Lists registers, shared memory and faults of the CUDA kernels in FILES."""
@@ -152,7 +156,9 @@ def main(files: tuple[Path, ...], cuobjdump: Path | None, every: bool) -> None:
     examined = [result for file in files for result in examine(file, cuobjdump)]
     for kernel, faults in examined:
         if every or faults:
-            table.add_row(kernel.arch, short_name(kernel.name), str(kernel.registers), str(kernel.shared), ", ".join(faults))
+            table.add_row(
+                kernel.arch, short_name(kernel.name), str(kernel.registers), str(kernel.shared), ", ".join(faults)
+            )
     faulty = sum(bool(faults) for _, faults in examined)
     console = Console(width=None if sys.stdout.isatty() else 160)
     console.print(table)

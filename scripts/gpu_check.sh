@@ -73,7 +73,7 @@ configure_and_build() {
     case $(basename "$entry") in lib | _native*.so) ;; *) ln -s "$entry" "$BUILD/python/ortplugins/" ;; esac
   done
   ln -s "$BUILD"/_native*.so "$BUILD/python/ortplugins/"
-  ln -s "$BUILD"/libortplugins_*.so "$BUILD/python/ortplugins/lib/"
+  ln -s "$BUILD"/libortplugins_*.so "$BUILD/build_info.json" "$BUILD/python/ortplugins/lib/"
 }
 
 kernel_tests=(tests/test_softmax.py tests/test_gemm.py tests/test_attention.py tests/test_layer_norm.py)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,11 +12,14 @@ from kernel_harness import Guarded, assert_close
 from ortplugins import native
 from ortplugins.bench import ladder
 from ortplugins.bench.workloads import WORKLOADS
+from ortplugins.errors import OrtPluginsError
 
 KERNELS = {kind: [s for s in stages if s.variant is None] for kind, stages in ladder.STAGES.items()}
 
 
-def on_device(stage: str, kind: str, inputs: Sequence[np.ndarray], shape: tuple[int, ...], sizes: tuple[int, ...], aligned: bool) -> np.ndarray:
+def on_device(
+    stage: str, kind: str, inputs: Sequence[np.ndarray], shape: tuple[int, ...], sizes: tuple[int, ...], aligned: bool
+) -> np.ndarray:
     """The result of a stage on inputs between guard values."""
     guarded = [*(Guarded.of(v, aligned) for v in inputs), Guarded(shape, np.dtype(np.float32), aligned)]
     buffers, addresses = [], []
@@ -138,3 +142,17 @@ def test_profile_is_that_of_the_longest_kernel_of_each_stage() -> None:
     first, second = (ladder.profile_of(launches) for launches in ladder.stages_of(ladder.parse_profile(PROFILE)))
     assert first == {"time_us": 12.5, "registers": 168.0, "stalls": {"wait": 1.5, "barrier": 0.25}}
     assert second == {"time_us": 2.0, "registers": 26.0, "dram_pct": 3.0, "stalls": {"wait": 2.0, "barrier": 1.0}}
+
+
+def test_missing_profiler_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(OrtPluginsError, match="ncu of Nsight Compute is not on the PATH"):
+        ladder._profiled([("gemm", "naive", (1, 1, 1))])
+
+
+def test_profiler_that_stops_early_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "ncu").write_text("#!/bin/sh\necho 'no permission' >&2\nexit 1\n")
+    (tmp_path / "ncu").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    with pytest.raises(OrtPluginsError, match="profiled 0 of 1 stages: no permission"):
+        ladder._profiled([("gemm", "naive", (1, 1, 1))])

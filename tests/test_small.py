@@ -6,11 +6,11 @@ from types import ModuleType
 
 import numpy as np
 import pytest
+
 import test_attention
 import test_gemm
 import test_layer_norm
 import test_softmax
-
 from ortplugins import native
 
 

@@ -566,6 +566,8 @@ def bench(
         if json_path is not None:
             recording.write_records(json_path, environment, stages)
         _show_records(environment, stages)
+        if "no_profile" in environment:
+            console.out.print(f"[dim]no profile: {escape(environment['no_profile'])}[/dim]", highlight=False)
         return
     with console.progress_bar() as progress:
         if ops == ("e2e",):

@@ -500,30 +500,38 @@ def _measure(job: Job, min_seconds: float) -> Record:
     return record
 
 
-def _ceilings() -> dict[str, float]:
-    """What this very device copies and multiplies, as the measure of "percent of peak": the best of five.
+def _best(*calls: Call) -> float:
+    """Seconds of the fastest of some calls, at its best."""
+    return min(captured.seconds() for captured in [Captured([call]) for call in calls] for _ in range(5))
 
-    512 MB are copied by a kernel too, since in a CUDA graph the driver leaves a copy of that size to a copy engine: on an
-    H200 2.7 TB/s, where a kernel, and the driver outside of a graph, reach 4.2; 128 MB go at 4.1 either way.
+
+def _copy_bytes_per_second() -> float:
+    """512 MB, copied by a kernel too: in a CUDA graph the driver leaves a copy of that size to a copy engine, on an H200
+    2.7 TB/s, where a kernel, and the driver outside of a graph, reach 4.2. 128 MB go at 4.1 either way.
     """
-    n = 1 << 27
-    source, target = (torch.empty(n, dtype=torch.float32, device="cuda") for _ in range(2))
-    source.normal_()
+    source = torch.randn(1 << 27, device="cuda")
+    target = torch.empty_like(source)
+    return 2 * source.nbytes / _best(lambda: target.copy_(source), lambda: torch.neg(source, out=target))
 
-    def best(*calls: Call) -> float:
-        return min(captured.seconds() for captured in [Captured([call]) for call in calls] for _ in range(5))
 
-    copy = best(lambda: target.copy_(source), lambda: torch.neg(source, out=target))
-    ceilings = {"copy_TB_per_s": round(2 * source.nbytes / copy / 1e12, 3)}
-    del source, target
+def _matmul_flops_per_second(dtype: torch.dtype, tf32: bool) -> float:
     size = 8192
-    for name, dtype, tf32 in (("fp16", torch.float16, False), ("tf32", torch.float32, True), ("fp32", torch.float32, False)):
-        a, b = (torch.randn(size, size, device="cuda", dtype=dtype) for _ in range(2))
-        out = torch.empty_like(a)
-        torch.backends.cuda.matmul.allow_tf32 = tf32
-        seconds = best(lambda: torch.matmul(a, b, out=out))
-        ceilings[f"{name}_TFLOP_per_s"] = round(2 * size**3 / seconds / 1e12, 1)
-    torch.backends.cuda.matmul.allow_tf32 = False
+    a, b = (torch.randn(size, size, device="cuda", dtype=dtype) for _ in range(2))
+    out = torch.empty_like(a)
+    torch.backends.cuda.matmul.allow_tf32 = tf32
+    try:
+        return 2 * size**3 / _best(lambda: torch.matmul(a, b, out=out))
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = False
+
+
+def _ceilings() -> dict[str, float]:
+    """What this very device copies and multiplies, as the measure of "percent of peak"."""
+    ceilings = {"copy_TB_per_s": round(_copy_bytes_per_second() / 1e12, 3)}
+    kinds = (("fp16", torch.float16, False), ("tf32", torch.float32, True), ("fp32", torch.float32, False))
+    for name, dtype, tf32 in kinds:
+        ceilings[f"{name}_TFLOP_per_s"] = round(_matmul_flops_per_second(dtype, tf32) / 1e12, 1)
+        torch.cuda.empty_cache()
     return ceilings
 
 

@@ -33,11 +33,13 @@ Sizes = tuple[int, ...]
 
 LIBRARY = "libortplugins_ladder.so"
 MIN_SECONDS = 0.1
+CHOSEN = ""
+"""As a variant: the row that the op's own choice takes for the problem."""
 
 
 @dataclass(frozen=True)
 class Stage:
-    """One rung. ``variant`` is a row of the op's variant table; None: a kernel of the ladder's library, of that name.
+    """One rung. ``variant`` is a row of the op's variant table, or ``CHOSEN``; None: a kernel of the ladder's library.
 
     ``column_major_b``: the stage reads b column by column, that is, it is given b transposed.
     """
@@ -56,11 +58,12 @@ GEMM_STAGES = (
     Stage("shared_tile", "tiles in shared memory, read as float4", precision="ieee"),
     Stage("micro_tile", "8 x 8 results a thread in registers", precision="ieee"),
     Stage("double_buffered", "cp.async brings the next tiles", precision="ieee"),
-    Stage("simt", "larger tiles, four stages", precision="ieee", variant="simt_256x128x8_s4"),
-    Stage("tf32_mma", "tensor cores, TF32", precision="tf32", variant="sm80_tf32_128x128x16_s4"),
-    Stage("tf32x3", "three scaled FP16 products for one of FP32", precision="tf32x3", variant="sm90a_fp16x3_128x128x64_s3"),
-    Stage("fp16_mma", "tensor cores, FP16", dtype="float16", variant="sm80_mma_128x128x32_s4"),
-    Stage("fp16_wgmma", "warpgroups, TMA, specialised warps", dtype="float16", variant="sm90a_wgmma_128x256x64_s4"),
+    Stage("simt", "larger tiles, four stages", precision="ieee", variant=CHOSEN),
+    Stage("tf32_mma", "tensor cores by mma.sync, TF32", precision="tf32", variant="sm80_tf32_128x128x16_s4"),
+    Stage("tf32", "tensor cores by wgmma", precision="tf32", variant=CHOSEN),
+    Stage("tf32x3", "three products for one of FP32", precision="tf32x3", variant=CHOSEN),
+    Stage("fp16_mma", "tensor cores by mma.sync, FP16", dtype="float16", variant="sm80_mma_128x128x32_s4"),
+    Stage("fp16_wgmma", "warpgroups, TMA, specialised warps", dtype="float16", variant=CHOSEN),
 )
 SOFTMAX_STAGES = (
     Stage("three_pass", "maximum, sum, result: three reads"),
@@ -69,7 +72,7 @@ SOFTMAX_STAGES = (
     Stage("registers", "the row waits in registers: one read"),
     Stage("shared", "the row waits in shared memory"),
     Stage("cluster", "eight blocks share a row"),
-    Stage("production", "the row of the table that is chosen", variant=""),
+    Stage("production", "the row of the table that is chosen", variant=CHOSEN),
 )
 STAGES = {"gemm": GEMM_STAGES, "softmax": SOFTMAX_STAGES}
 PROBLEMS: dict[str, tuple[dict[str, int], ...]] = {
@@ -121,9 +124,9 @@ def _call(name: str, *arguments: Any) -> None:
 
 
 def launch(kind: str, stage: str, tensors: Sequence[Address], sizes: Sizes, stream: int = 0) -> None:
-    """Launches a stage of the ladder's library: ``gemm`` on (a, b, y) of sizes (m, n, k), ``softmax`` on (x, y) of (rows, cols).
+    """Launches a stage of the ladder's library.
 
-    Tensors are device addresses of contiguous float32. NotImplementedError if the stage does not take the problem.
+    ``gemm`` takes the tensors (a, b, y) and sizes (m, n, k), ``softmax`` (x, y) and (rows, cols). Tensors are device addresses of contiguous float32. NotImplementedError if the stage does not take the problem.
     """
     _call(kind, stage.encode(), *tensors, *sizes, stream)
 
@@ -163,11 +166,18 @@ def _measure(kind: str, stage: Stage, problem: dict[str, int], min_seconds: floa
     times = cuda.in_alternation(contenders, min_seconds, min_rounds=5)
     measured = times.pop("ours")
     variant = stage.variant
-    if variant == "":
+    if variant == CHOSEN:
         variant = native.choose(op, [cuda.device_tensor(t) for t in first], side.attrs(job), device="cuda")
     record = LadderRecord(
-        op, dict(problem), stage.dtype, stage.precision, variant or stage.name, measured.median_us, measured.spread_us, error,
-        ladder={"stage": stage.name, "profile": None},
+        op,
+        dict(problem),
+        stage.dtype,
+        stage.precision,
+        variant or stage.name,
+        measured.median_us,
+        measured.spread_us,
+        error,
+        ladder={"stage": stage.name, "idea": stage.idea, "profile": None},
     )
     for name, timing in times.items():
         record.add_baseline(name, timing)
@@ -189,7 +199,7 @@ def run(
 ) -> tuple[dict[str, Any], list[LadderRecord]]:
     """Checks and times every stage of the ladders ``names`` and returns the environment and the records.
 
-    ``profile``: also ask Nsight Compute, if it is there.
+    ``profile``: also ask Nsight Compute. Where that says nothing, ``no_profile`` of the environment says why.
     """
     from . import cuda
 
@@ -204,10 +214,13 @@ def run(
             continue
         finally:
             cuda.torch.cuda.empty_cache()
-    if profile and shutil.which("ncu") is not None:
+    if profile:
         progress("asking Nsight Compute", 1.0)
-        for key, values in _profiled(records).items():
-            records[key].ladder["profile"] = values
+        try:
+            for key, values in _profiled(records).items():
+                records[key].ladder["profile"] = values
+        except OrtPluginsError as error:
+            environment["no_profile"] = str(error)
     return environment, list(records.values())
 
 
@@ -260,7 +273,7 @@ class _Launch(NamedTuple):
 
 
 def parse_profile(text: str) -> Iterator[_Launch]:
-    """The launches in what ``ncu --csv --page raw --print-units base`` wrote. A metric that it does not know is left out."""
+    """The launches in what ``ncu --csv --page raw --print-units base`` wrote, without metrics that it does not know."""
     lines = [line for line in text.splitlines() if line.startswith('"')]
     rows = csv.DictReader(lines)
     for row in rows:
@@ -302,6 +315,8 @@ def stages_of(launches: Iterable[_Launch]) -> list[list[_Launch]]:
 
 def _profiled(keys: Iterable[tuple[str, str, Sizes]]) -> dict[tuple[str, str, Sizes], dict[str, Any]]:
     keys = list(keys)
+    if shutil.which("ncu") is None:
+        raise OrtPluginsError("ncu of Nsight Compute is not on the PATH")
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "profile.csv"
         metrics = [*METRICS.values(), *(_STALL.format(name) for name in STALLS)]
@@ -309,14 +324,21 @@ def _profiled(keys: Iterable[tuple[str, str, Sizes]]) -> dict[tuple[str, str, Si
         command = ["ncu", "--profile-from-start", "off", "--clock-control", "none", "--csv", "--page", "raw"]
         command += ["--print-units", "base", "--metrics", ",".join(metrics), "--log-file", str(log)]
         arguments = ["/".join((kind, stage, *map(str, sizes))) for kind, stage, sizes in keys]
-        done = subprocess.run(
-            [*command, sys.executable, "-m", __name__, *arguments], capture_output=True, text=True, timeout=_SECONDS
-        )
+        try:
+            done = subprocess.run(
+                [*command, sys.executable, "-m", __name__, *arguments],
+                capture_output=True,
+                text=True,
+                check=False,
+                timeout=_SECONDS,
+            )
+        except subprocess.TimeoutExpired as error:
+            raise OrtPluginsError(f"Nsight Compute took more than {_SECONDS:.0f} s") from error
         text = log.read_text() if log.is_file() else ""
     stages = stages_of(parse_profile(text))
     if done.returncode != 0 or len(stages) != len(keys):
-        said = "\n".join([*text.splitlines()[-3:], done.stderr[-500:]])
-        raise OrtPluginsError(f"Nsight Compute profiled {len(stages)} of {len(keys)} stages:\n{said}")
+        said = " ".join([*text.splitlines()[-3:], done.stderr[-500:]]).strip()
+        raise OrtPluginsError(f"Nsight Compute profiled {len(stages)} of {len(keys)} stages: {said}")
     return {key: profile_of(launches) for key, launches in zip(keys, stages) if launches}
 
 
@@ -345,7 +367,14 @@ def _launch_once(key: str) -> None:
         nbytes = native.workspace_bytes(op, inputs, [y], attrs, variant=variant, device="cuda")
         workspace = native.CudaBuffer(nbytes)
         go = functools.partial(
-            native.run, op, inputs, attrs, outputs=[y], variant=variant, device="cuda", workspace=(workspace.address, nbytes)
+            native.run,
+            op,
+            inputs,
+            attrs,
+            outputs=[y],
+            variant=variant,
+            device="cuda",
+            workspace=(workspace.address, nbytes),
         )
     _call("profile", 1)
     go()

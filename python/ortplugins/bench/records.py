@@ -61,7 +61,8 @@ def ratio(record: Mapping[str, Any], baseline: str) -> float:
 
 @dataclass
 class LadderRecord(Record):
-    """A stage of the ladder. ``ladder`` holds its name, ``stage``, and ``profile``: what Nsight Compute said, or None."""
+    """A stage of the ladder. ``ladder`` holds its name, ``stage``, its ``idea`` in a few words, and ``profile``: what Nsight
+    Compute said, or None."""
 
     ladder: dict[str, Any] = field(default_factory=dict)
 

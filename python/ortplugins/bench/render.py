@@ -71,7 +71,13 @@ def _table(records: list[Mapping[str, Any]], ceilings: Mapping[str, float]) -> I
     in_session = any("in_session_us" in r for r in records)
     rows = []
     for r, share in zip(records, shares):
-        cells = [console.problem(r["shape"]), _kind(r), f"`{r['variant']}`", console.error(r["error"]), console.microseconds(r["median_us"])]
+        cells = [
+            console.problem(r["shape"]),
+            _kind(r),
+            f"`{r['variant']}`",
+            console.error(r["error"]),
+            console.microseconds(r["median_us"]),
+        ]
         cells += [share] if known else []
         cells += [console.microseconds(r["in_session_us"]) if "in_session_us" in r else ""] if in_session else []
         for name in rivals:
@@ -84,16 +90,22 @@ def _table(records: list[Mapping[str, Any]], ceilings: Mapping[str, float]) -> I
 
 def _heading(path: str, run: Run, stale: bool, device: str = "") -> Iterable[str]:
     environment = run["environment"]
-    versions = ", ".join(f"{name} {environment[key]}" for name, key in
-                         (("driver", "driver"), ("CUDA", "cuda"), ("ONNX Runtime", "onnxruntime"), ("PyTorch", "torch"))
-                         if environment.get(key))
+    versions = ", ".join(
+        f"{name} {environment[key]}"
+        for name, key in (("driver", "driver"), ("CUDA", "cuda"), ("ONNX Runtime", "onnxruntime"), ("PyTorch", "torch"))
+        if environment.get(key)
+    )
     yield f"{device}`{environment['command']}`, {environment['date']}, {versions} (`{path}`)"
     yield ""
     if stale:
         yield "**Stale**: the kernel sources have changed since this run."
         yield ""
     if not device and (ceilings := environment.get("ceilings")):
-        yield "Ceilings measured on this device: " + ", ".join(f"{k.replace('_per_', '/').replace('_', ' ')} {v:.3g}" for k, v in ceilings.items()) + "."
+        yield (
+            "Ceilings measured on this device: "
+            + ", ".join(f"{k.replace('_per_', '/').replace('_', ' ')} {v:.3g}" for k, v in ceilings.items())
+            + "."
+        )
         yield ""
 
 
@@ -154,20 +166,22 @@ def _gemm_ladder(records: list[Mapping[str, Any]]) -> Iterable[str]:
         rival = r["baselines"].get("cublas") or r["baselines"]["cublas_fp32"]
         profile = r["ladder"]["profile"] or {}
         rows.append([
-            f"`{r['ladder']['stage']}`", _kind(r), console.microseconds(r["median_us"]), f"{flops / r['median_us'] * 1e-6:.3g}",
+            f"`{r['ladder']['stage']}`", r["ladder"]["idea"], _kind(r), console.microseconds(r["median_us"]), f"{flops / r['median_us'] * 1e-6:.3g}",
             _percent(100.0 * rival["median_us"] / r["median_us"]) + ("" if "cublas" in r["baselines"] else " (FP32)"), console.error(r["error"]),
             *_resources(profile),
         ])  # fmt: skip
     yield f"{console.problem(records[0]['shape'])}:"
     yield ""
-    yield from _markdown_table(["stage", "type", "time", "TFLOP/s", "of cuBLAS", "error", "registers", "spills"], rows)
+    yield from _markdown_table(
+        ["stage", "idea", "type", "time", "TFLOP/s", "of cuBLAS", "error", "registers", "spills"], rows
+    )
     yield ""
     yield from _profiles(records)
 
 
 def _softmax_ladder(records: list[Mapping[str, Any]]) -> Iterable[str]:
     problems = list(dict.fromkeys(tuple(r["shape"].items()) for r in records))
-    stages = list(dict.fromkeys(r["ladder"]["stage"] for r in records))
+    stages = {r["ladder"]["stage"]: r["ladder"]["idea"] for r in records}
     measured = {(r["ladder"]["stage"], tuple(r["shape"].items())): r for r in records}
 
     def cell(stage: str, problem: tuple[tuple[str, Any], ...]) -> str:
@@ -178,7 +192,8 @@ def _softmax_ladder(records: list[Mapping[str, Any]]) -> Iterable[str]:
 
     yield "Time, and the speed of a copy that is reached:"
     yield ""
-    yield from _markdown_table(["stage", *(console.problem(dict(p)) for p in problems)], [[f"`{s}`", *(cell(s, p) for p in problems)] for s in stages])
+    rows = [[f"`{stage}`", idea, *(cell(stage, p) for p in problems)] for stage, idea in stages.items()]
+    yield from _markdown_table(["stage", "idea", *(console.problem(dict(p)) for p in problems)], rows)
     yield ""
     for p in problems:
         of_problem = [r for r in records if tuple(r["shape"].items()) == p]
@@ -205,7 +220,9 @@ def _profiles(records: list[Mapping[str, Any]], resources: bool = False) -> Iter
             continue
         wavefronts = profile.get("shared_wavefronts")
         conflicts = profile.get("bank_conflicts", 0.0) / wavefronts if wavefronts else None
-        stalls = ", ".join(f"{name.replace('_', ' ')} {warps:.1f}" for name, warps in profile["stalls"].items() if warps >= 0.05)
+        stalls = ", ".join(
+            f"{name.replace('_', ' ')} {warps:.1f}" for name, warps in profile["stalls"].items() if warps >= 0.05
+        )
         loads = profile.get("sectors_per_load")
         rows.append([
             f"`{r['ladder']['stage']}`", *(_resources(profile) if resources else []), *(_percent(profile.get(key)) for key in
@@ -217,7 +234,10 @@ def _profiles(records: list[Mapping[str, Any]], resources: bool = False) -> Iter
         yield from _markdown_table(["stage", *(["registers", "spills"] if resources else []), *numbers], rows)
 
 
-_LADDERS: dict[str, Callable[[list[Mapping[str, Any]]], Iterable[str]]] = {"gemm": _gemm_ladder, "softmax": _softmax_ladder}
+_LADDERS: dict[str, Callable[[list[Mapping[str, Any]]], Iterable[str]]] = {
+    "gemm": _gemm_ladder,
+    "softmax": _softmax_ladder,
+}
 _PLACE = re.compile(r"(<!-- rendered: (\w+) -->\n).*?(<!-- end -->\n)", re.DOTALL)
 
 
@@ -253,7 +273,9 @@ def main() -> None:
     """Writes the documents, or with ``--check`` says whether they are what the records give."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("tree", type=Path, nargs="?", default=Path.cwd())
-    parser.add_argument("--check", action="store_true", help="write nothing; exit status 1 if a document is not up to date")
+    parser.add_argument(
+        "--check", action="store_true", help="write nothing; exit status 1 if a document is not up to date"
+    )
     args = parser.parse_args()
     old_pages = {path: text for path, text in pages(args.tree).items() if not _is(args.tree / path, text)}
     old_plots = {path: plot for path, plot in plots(args.tree).items() if not roofline.is_drawn(plot, args.tree / path)}

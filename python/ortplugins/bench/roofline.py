@@ -145,16 +145,22 @@ def draw(plot: Plot) -> str:
         left, right = min(intensities) / 2.0, max(2.0 * max(intensities), 2.0 * max(plot.roofs.values()) / plot.copy)
         for name, roof in plot.roofs.items():
             knee = roof / plot.copy
-            xs, ys = ([left, knee, right], [left * plot.copy, roof, roof]) if knee > left else ([left, right], [roof, roof])
+            xs, ys = (
+                ([left, knee, right], [left * plot.copy, roof, roof]) if knee > left else ([left, right], [roof, roof])
+            )
             axes.plot(xs, ys, color="0.35", linewidth=1.0)
-            axes.annotate(f"{name} {roof:.3g} TFLOP/s", (right, roof), ha="right", va="bottom", fontsize=8, color="0.35")
+            axes.annotate(
+                f"{name} {roof:.3g} TFLOP/s", (right, roof), ha="right", va="bottom", fontsize=8, color="0.35"
+            )
         beside = {"xytext": (8, -2), "textcoords": "offset points", "ha": "left", "va": "center"}
         axes.annotate(f"copy {plot.copy:.3g} TB/s", (left, left * plot.copy), **beside, fontsize=8, color="0.35")
         for series in dict.fromkeys(s for s, _, _ in plot.points):
             xs, ys = zip(*((x, y) for s, x, y in plot.points if s == series))
             marker = "+" if series == "bfloat16" else "o"  # it lies on float16
             axes.plot(xs, ys, marker, markersize=5, markerfacecolor="none", color=_COLOURS[series], label=series)
-        axes.set(xscale="log", yscale="log", title=plot.title, xlabel="arithmetic intensity, FLOP/byte", ylabel="TFLOP/s")
+        axes.set(
+            xscale="log", yscale="log", title=plot.title, xlabel="arithmetic intensity, FLOP/byte", ylabel="TFLOP/s"
+        )
         axes.grid(True, which="major", color="0.9")
         axes.legend(loc="lower right", fontsize=8)
         buffer = io.StringIO()
