@@ -563,6 +563,29 @@ def test_a_mask_indexed_by_ranges_is_the_mask(stride_axis: int, understood: bool
     assert ({"Range", "Gather", "Mul"} & set(ops(result.model)) == set()) is understood
 
 
+@pytest.mark.parametrize("swapped", [False, True])
+def test_a_mask_gathered_by_ranges_is_the_mask(swapped: bool) -> None:
+    """The same, as torch.export writes it. With the indices swapped it would be the transpose."""
+
+    def mask(g: Graph, s: str) -> str:
+        rows = g.add("Unsqueeze", _range(g, "x", 0), np.array([1, 2, 3]))
+        columns = g.add("Unsqueeze", _range(g, "x", 1), np.array([0, 1, 2]))
+        grid = g.add("Shape", g.add("Max", rows, columns))
+        parts = [g.add("Unsqueeze", g.add("Expand", i, grid), np.array([-1])) for i in (rows, columns)]
+        size = "queries" if not swapped else "batch"
+        padding = g.input("m", bool, ["batch", size])
+        indices = g.add("Concat", *(parts[::-1] if swapped else parts), axis=-1)
+        return g.add("Where", g.add("GatherND", padding, indices), s, np.float32(-np.inf))
+
+    g = Graph()
+    g.output(attention(g, on_scores=chain(scaled(0.3), mask), self_attention=True)[0])
+    keep = np.ones((B, B if swapped else SQ), bool)
+    keep[1, 1:] = False
+    x = feeds()["x"][:, : keep.shape[1]]
+    result = check(g.model(), {"x": x, "m": keep})
+    assert ({"Range", "GatherND", "Expand"} & set(ops(result.model)) == set()) is not swapped
+
+
 def test_two_blocks_share_a_position_bias() -> None:
     """T5: no scale, one bias for both blocks, a padding mask on top in the second."""
     g = Graph()

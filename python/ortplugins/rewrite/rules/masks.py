@@ -572,31 +572,49 @@ def _behind_reshapes(facts: Facts, value: ir.Value) -> ir.Value:
 def _without_gather(value: ir.Value, tape: Tape) -> ir.Value:
     """The tensor itself, with axes of size 1 put in, where the value holds all its elements in their order.
 
-    PyTorch writes a padding mask as `mask[batch_index, key_index]`, which is exported as a Gather at the flat positions
-    `batch_index * keys + key_index` of ranges: a dozen small nodes, some of them on the host.
+    PyTorch writes a padding mask as `mask[batch_index, key_index]` with ranges for indices, which is exported as a dozen
+    small nodes, some of them on the host.
     """
     facts = tape.facts
     gather = _behind_reshapes(facts, value).producer()
-    if op_of(gather) != "Gather" or attr(gather, "axis", 0) != 0:
-        return value
-    x = _behind_reshapes(facts, gather.inputs[0])
-    position = affine(facts, gather.inputs[1])
-    flat, own, index, shape = map(facts.shape, (gather.inputs[0], x, gather.inputs[1], value))
-    if position is None or flat is None or own is None or index is None or shape is None:
-        return value
-    if position.constant != 0 or any(d != 1 for d in flat[1:]) or not _solid(index) == _solid(own) == _solid(shape):
-        return value
-    places = [i for i, d in enumerate(reversed(index)) if d != 1]
-    strides: list[Size] = [1]
-    for d in _solid(own)[:0:-1]:
-        strides.append(strides[-1] * d)
-    if position.indices != tuple(zip(places, strides)):
+    x = {"Gather": _gathered, "GatherND": _gathered_nd}.get(op_of(gather), lambda facts, node: None)(facts, gather)
+    own, shape = facts.shape(x), facts.shape(value)
+    if own is None or shape is None or _solid(own) != _solid(shape):
         return value
     factors = [Factor(x.name, d) for d in _solid(own)]
     rest = iter(factors)
     source: Arrangement = [[] if d == 1 else [next(rest)] for d in own]
     rest = iter(factors)
     return tape.arrange(x, source, [[] if d == 1 else [next(rest)] for d in shape])
+
+
+def _gathered(facts: Facts, gather: ir.Node) -> ir.Value | None:
+    """The tensor that a Gather reads in order, at the flat positions `i * columns + j` (TorchScript's export)."""
+    data, index = gather.inputs[:2]
+    x, position = _behind_reshapes(facts, data), affine(facts, index)
+    flat, own, grid = map(facts.shape, (data, x, index))
+    if attr(gather, "axis", 0) != 0 or position is None or flat is None or own is None or grid is None:
+        return None
+    strides: list[Size] = [1]
+    for d in _solid(own)[:0:-1]:
+        strides.append(strides[-1] * d)
+    places = [i for i, d in enumerate(reversed(grid)) if d != 1]
+    in_order = position == Affine(tuple(zip(places, strides)), 0)
+    return x if in_order and _solid(grid) == _solid(own) and all(d == 1 for d in flat[1:]) else None
+
+
+def _gathered_nd(facts: Facts, gather: ir.Node) -> ir.Value | None:
+    """The tensor that a GatherND reads in order, at ranges that are its indices (the export by torch.export)."""
+    x, index = gather.inputs[:2]
+    concat, own, grid = index.producer(), facts.shape(x), facts.shape(index)
+    if attr(gather, "batch_dims", 0) != 0 or op_of(concat) != "Concat" or own is None or grid is None:
+        return None
+    if attr(concat, "axis") not in (-1, len(grid) - 1) or len(concat.inputs) != len(own) or 1 in own:
+        return None
+    places = [i for i, d in enumerate(reversed(grid[:-1]), 1) if d != 1]  # 0 is the axis of the Concat
+    wanted = [Affine(((place, 1),), 0) for place in reversed(places)]
+    in_order = [affine(facts, part) for part in concat.inputs] == wanted
+    return x if in_order and _solid(grid[:-1]) == list(own) else None
 
 
 def _solid(shape: Sequence[Size]) -> list[Size]:
