@@ -16,6 +16,7 @@ from kernel_harness import Row, table_params
 from test_onnxruntime import demo_model
 
 from ortplugins import native, ops
+from ortplugins.bench.chains import chains
 from ortplugins.bench.graphs import one_op_model
 from ortplugins.rewrite import rewrite
 from ortplugins.session import make_session
@@ -181,6 +182,16 @@ def test_workspace_of_a_session_is_captured(op: str) -> None:
     assert native.workspace_bytes(op, tensors, results, attrs, device="cuda") > 0
     names = [t.name for t in ops.find(op).inputs]
     check_session_graph(one_op_model(op, sets[0], attrs), [dict(zip(names, inputs)) for inputs in sets])
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("dtype", "bound"), [("float32", 1e-5), ("float16", 1e-2)])
+def test_benchmarked_chains_compute_the_same(dtype: str, bound: float, causal: bool) -> None:
+    """What `bench attention` compares inside of sessions: both sides start from the same tensors."""
+    problem = {"batch": 2, "heads": 3, "q_len": 40, "head_dim": 64, "is_causal": causal}
+    made = chains(problem, dtype, None, node_seconds=1.0)
+    ours, stock = (made[name].result().astype(np.float64) for name in ("ours", "ort_mha"))
+    assert np.abs(ours - stock).max() <= bound
 
 
 STOCK_SUMS = 1e-6
