@@ -38,24 +38,26 @@ stage() { # NAME COMMAND...
   return $rc
 }
 
-# Every test file under every tool at once, each with a log of its own and at most LIMIT seconds.
+# Every test file under every tool at once, each with a log of its own and at most LIMIT seconds; the long ones in parts.
 sanitize() {
-  local tool file name rc jobs=()
+  local tool file name rc job workers start jobs=()
   local -A names=()
   for tool in memcheck racecheck; do
     for file in "${kernel_tests[@]}" tests/test_ladder.py tests/test_tensorrt_host.py; do
       name=sanitize-$tool-$(basename "$file" .py)
+      case $file in *gemm* | *attention*) workers=4 ;; *) workers=0 ;; esac
       timeout -k 5 "${LIMIT:-240}" compute-sanitizer --tool "$tool" --error-exitcode 9 --target-processes all \
-        "$PYTHON" -m pytest -q -m "gpu and small" -p no:cacheprovider "$file" >"$OUT/$name.log" 2>&1 &
+        "$PYTHON" -m pytest -q -n "$workers" -m "gpu and small" -p no:cacheprovider "$file" >"$OUT/$name.log" 2>&1 &
       names[$!]=$name
       jobs+=($!)
     done
   done
   echo "=== sanitize"
+  start=$SECONDS
   for job in "${jobs[@]}"; do
     wait "$job"
     rc=$?
-    echo "    ${names[$job]}: exit status $rc: $(grep -E "^[0-9]+ (passed|failed|skipped)|SUMMARY" "$OUT/${names[$job]}.log" | tr '\n' ' ')"
+    echo "    ${names[$job]}: exit status $rc after at most $((SECONDS - start)) s: $(grep -E "^[0-9]+ (passed|failed|skipped)|SUMMARY" "$OUT/${names[$job]}.log" | tr '\n' ' ')"
     [ $rc -eq 0 ] || { status=1; tail -n "${TAIL:-40}" "$OUT/${names[$job]}.log"; grep ^FAILED "$OUT/${names[$job]}.log"; }
   done
 }

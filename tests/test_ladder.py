@@ -73,8 +73,23 @@ def test_gemm(stage: ladder.Stage, m: int, n: int, k: int, aligned: bool) -> Non
     a, b = (rng.standard_normal(shape).astype(np.float32) for shape in ((m, k), (k, n)))
     given = [a, np.ascontiguousarray(b.T) if stage.column_major_b else b]
     y = on_device(stage.name, "gemm", given, (m, n), (m, n, k), aligned)
-    size = np.abs(a.astype(np.float64)) @ np.abs(b.astype(np.float64))
-    assert_close(y, a.astype(np.float64) @ b.astype(np.float64), (min(k, 8) + 2) * 2.0**-24 * size)
+    expected, bound = product(a, b)
+    assert_close(y, expected, bound)
+
+
+def product(a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """In float64, and how far a sum in float32 may be from it."""
+    a, b = a.astype(np.float64), b.astype(np.float64)
+    return a @ b, (min(a.shape[1], 8) + 2) * 2.0**-24 * (np.abs(a) @ np.abs(b))
+
+
+def test_bound_rejects_less_exact_products() -> None:
+    rng = np.random.default_rng(0)
+    a, b = (rng.standard_normal((40, 40)).astype(np.float32) for _ in range(2))
+    assert_close((a.astype(np.float64) @ b).astype(np.float32), *product(a, b))
+    rounded = (a.view(np.uint32) & np.uint32(0xFFFFE000)).view(np.float32)  # to TF32
+    with pytest.raises(AssertionError, match="over the bound"):
+        assert_close(rounded @ b, *product(a, b))
 
 
 SOFTMAX_COLS = [1, 2, 3, 5, 31, 32, 33, 127, 1000, 1023, 1024, 1025, 4099, 8192, 20011, 32769, 70001, 131072]

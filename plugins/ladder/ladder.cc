@@ -4,19 +4,26 @@
 #include <cuda_profiler_api.h>
 #include <cuda_runtime.h>
 
+#include <algorithm>
 #include <cstring>
 
 namespace ortplugins::ladder {
 namespace {
 
 constexpr Stage<GemmProblem> kGemmStages[] = {
-    {"naive", launch_gemm_naive},           {"coalesced", launch_gemm_coalesced},
-    {"shared_tile", launch_gemm_shared_tile}, {"micro_tile", launch_gemm_micro_tile},
+    {"naive", launch_gemm_naive},
+    {"coalesced", launch_gemm_coalesced},
+    {"shared_tile", launch_gemm_shared_tile},
+    {"micro_tile", launch_gemm_micro_tile},
     {"double_buffered", launch_gemm_double_buffered},
 };
 constexpr Stage<SoftmaxProblem> kSoftmaxStages[] = {
-    {"three_pass", launch_softmax_three_pass}, {"online", launch_softmax_online},   {"vectors", launch_softmax_vectors},
-    {"registers", launch_softmax_registers},   {"shared", launch_softmax_shared}, {"cluster", launch_softmax_cluster},
+    {"three_pass", launch_softmax_three_pass},
+    {"online", launch_softmax_online},
+    {"vectors", launch_softmax_vectors},
+    {"registers", launch_softmax_registers},
+    {"shared", launch_softmax_shared},
+    {"cluster", launch_softmax_cluster},
 };
 
 Status context_of(void* stream, ExecContext* context) {
@@ -45,7 +52,8 @@ struct Result {
   int64_t args[4];
 };
 void give(const Status& status, Result* result) {
-  *result = {static_cast<int32_t>(status.code), status.tensor, status.format, {status.args[0], status.args[1], status.args[2], status.args[3]}};
+  *result = {static_cast<int32_t>(status.code), status.tensor, status.format, {}};
+  std::copy(status.args.begin(), status.args.end(), result->args);
 }
 
 }  // namespace
