@@ -57,6 +57,7 @@ sanitize() {
   for job in "${jobs[@]}"; do
     wait "$job"
     rc=$?
+    grep -qE "SUMMARY: [1-9]" "$OUT/${names[$job]}.log" && rc=9  # of one of several processes
     echo "    ${names[$job]}: exit status $rc after at most $((SECONDS - start)) s: $(grep -E "^[0-9]+ (passed|failed|skipped)|SUMMARY" "$OUT/${names[$job]}.log" | tr '\n' ' ')"
     [ $rc -eq 0 ] || { status=1; tail -n "${TAIL:-40}" "$OUT/${names[$job]}.log"; grep ^FAILED "$OUT/${names[$job]}.log"; }
   done
