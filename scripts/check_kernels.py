@@ -52,10 +52,15 @@ EXPECTATIONS = (
         (r"LDG\.E\.128", r"STG\.E\.128", r"MUFU\.EX2"),
     ),
     Expectation(r"softmax_shared_", (r"LDGSTS\.E\.\S*128", r"LDS\.128", r"STG\.E\.128", r"MUFU\.EX2")),
+    Expectation(r"softmax_ring_", (r"UBLKCP", r"STG\.E\.128", r"MUFU\.EX2")),
+    Expectation(r"softmax_split_", (r"LDG\.E\.128", r"MUFU\.EX2")),
     Expectation(r"layer_norm_", (r"LDG\.E\.128", r"STG\.E\.128")),
-    Expectation(r"gemm_simt_", (r"FFMA",)),
+    Expectation(r"(gemm|attention)_simt_", (r"FFMA",)),
     Expectation(r"gemm_mma_|attention_(mma|split|tf32)_", (r"HMMA", r"LDGSTS\.E\.\S*128")),
-    Expectation(r"gemm_sm90a_|attention_wgmma_", (r"HGMMA", r"UTMALDG")),
+    Expectation(r"gemm_sm90a_|attention_(wgmma|fp16)_", (r"HGMMA", r"UTMALDG")),
+    Expectation(r"gemm_skinny_", (r"LDG\.E\.\S*128",)),
+    Expectation(r"gemm_skinny_.*HalfProducts", (r"HMMA",)),
+    Expectation(r"gemm_scale_", (r"LDG\.E\.128",)),
 )
 
 
