@@ -12,10 +12,18 @@ import ml_dtypes
 import numpy as np
 import onnx
 import pytest
-from kernel_harness import EPSILON, assert_close, for_each_dtype, numpy_dtype, random_tensor, run_variant, variant_params
-from reference import AttentionResult, attention_reference, plain
 
+from kernel_harness import (
+    EPSILON,
+    assert_close,
+    for_each_dtype,
+    numpy_dtype,
+    random_tensor,
+    run_variant,
+    variant_params,
+)
 from ortplugins import native, ops
+from reference import AttentionResult, attention_reference, plain
 
 OP = "FusedAttention"
 Q, K, V, MASK, PAST_K, PAST_V, TOTAL_LENGTHS = range(7)
@@ -160,6 +168,16 @@ def garbage_behind_lengths(inputs: Inputs) -> None:
         inputs[V][b, max(0, length) :] = np.nan
 
 
+def padding(inputs: Inputs) -> None:
+    """Sequence 0 is padded on both sides, 1 not at all, 2 has a few keys, 3 has a hole."""
+    mask = inputs[MASK]
+    keep, drop = (True, False) if mask.dtype == bool else (0.0, -np.inf)
+    mask[...] = drop
+    n = mask.shape[-1]
+    for b, first, last in ((0, n // 3, n - 90), (1, 0, n), (2, 3, 7), (3, 0, n // 2), (3, n - 30, n)):
+        mask[b, ..., first:last] = keep
+
+
 def large_values_where_masked(inputs: Inputs) -> None:
     inputs[V][:, np.isneginf(inputs[MASK])] = 1000.0
 
@@ -225,10 +243,74 @@ CASES = [
     Case("tiles_v_wider", heads=2, sq=70, sk=200, d=16, dv=96),
     *(Case(f"tiles_d{d}", heads=2, sq=150, sk=150, d=d, attrs={"is_causal": 1}) for d in (32, 48, 160, 192)),
     Case("many_tiles", b=3, heads=50, sq=130, sk=70, d=64),
-    Case("many_tiles_causal", b=2, heads=40, kv_heads=10, sq=300, sk=300, d=64, attrs={"is_causal": 1}, dtypes=("float16", "bfloat16")),
+    Case(
+        "many_tiles_causal",
+        b=2,
+        heads=40,
+        kv_heads=10,
+        sq=300,
+        sk=300,
+        d=64,
+        attrs={"is_causal": 1},
+        dtypes=("float16", "bfloat16"),
+    ),
     Case("many_tiles_lengths", b=5, heads=40, sq=20, sk=300, d=64, total_lengths=(300, 7, 0, 129, 256)),
-    # Few queries of grouped heads on a cache of several splits
-    Case("split_grouped", b=2, heads=8, kv_heads=2, sq=3, sk=1500, d=128, total_lengths=(1500, 37), attrs={"is_causal": 1}),
+    # Rows left over by tiles of 192, of as many heads as an H200 has multiprocessors
+    *(Case(f"rest_rows_d{d}", b=11, heads=12, sq=250, sk=70, d=d, dtypes=("float16", "bfloat16")) for d in (64, 80)),
+    # Whole tiles of padding in front of the keys and behind them, none, and nothing else
+    *(
+        Case(
+            f"padding_{kind}{name}",
+            b=4,
+            heads=2,
+            sq=140,
+            sk=400,
+            d=d,
+            attrs=attrs,
+            mask=(4, 1, 1, 400),
+            mask_kind=kind,
+            spoil=padding,
+        )
+        for kind in ("bool", "-inf")
+        for name, d, attrs in (("", 64, {}), ("_causal", 128, {"is_causal": 1}))
+    ),
+    *(
+        Case(
+            f"padding_{kind}_decode",
+            b=4,
+            heads=8,
+            kv_heads=2,
+            sq=1,
+            sk=900,
+            mask=(4, 1, 1, 900),
+            mask_kind=kind,
+            spoil=padding,
+        )
+        for kind in ("bool", "-inf")
+    ),
+    # Few queries of grouped heads on a cache of several splits, and of one
+    Case(
+        "split_one",
+        b=16,
+        heads=32,
+        kv_heads=8,
+        sq=2,
+        sk=300,
+        d=128,
+        total_lengths=(300, 1, 128, 0) * 4,
+        dtypes=("float16", "bfloat16"),
+    ),
+    Case(
+        "split_grouped",
+        b=2,
+        heads=8,
+        kv_heads=2,
+        sq=3,
+        sk=1500,
+        d=128,
+        total_lengths=(1500, 37),
+        attrs={"is_causal": 1},
+    ),
     Case("split_window", heads=6, kv_heads=2, sq=5, sk=1300, d=64, attrs={"window": 700, "window_right": 9}),
     Case("split_mask", b=2, heads=8, kv_heads=2, sq=4, sk=1100, d=64, dv=96, mask=(2, 1, 1, 1100), mask_kind="-inf"),
     Case("split_mask_spoilt", b=1, heads=8, kv_heads=2, sq=1, sk=600, d=64, mask=(600,), spoil=garbage_where_masked),
@@ -304,16 +386,42 @@ CASES = [
     *masks(
         "mask_grouped", [(1, 8, 12, 30), (2, 1, 12, 30), (2, 1, 1, 30)], b=2, heads=8, kv_heads=2, sq=12, sk=30, d=32
     ),
-    *masks("mask_rows", [(272,), (2, 1, 1, 272), (140, 272), (2, 3, 140, 272), (1, 3, 140, 272), (2, 1, 140, 272), (2, 3, 1, 272)],
-           b=2, heads=3, sq=140, sk=272, d=64),
+    *masks(
+        "mask_rows",
+        [(272,), (2, 1, 1, 272), (140, 272), (2, 3, 140, 272), (1, 3, 140, 272), (2, 1, 140, 272), (2, 3, 1, 272)],
+        b=2,
+        heads=3,
+        sq=140,
+        sk=272,
+        d=64,
+    ),
+    *masks("mask_rows_loads", [(140, 271), (2, 1, 140, 271)], b=2, heads=3, sq=140, sk=271, d=64),
     *masks("mask_rows_short", [(70, 144)], b=1, heads=2, sq=70, sk=200, d=128),
     *(
-        Case(f"mask_rows_spoilt_{kind}", heads=2, sq=70, sk=144, d=64, mask=(70, 144), mask_kind=kind, spoil=nan_key_that_is_masked)
+        Case(
+            f"mask_rows_spoilt_{kind}",
+            heads=2,
+            sq=70,
+            sk=144,
+            d=64,
+            mask=(70, 144),
+            mask_kind=kind,
+            spoil=nan_key_that_is_masked,
+        )
         for kind in ("bool", "-inf")
     ),
     Case("mask_rows_lowest", heads=2, sq=70, sk=144, d=64, mask=(70, 144), mask_kind="lowest", spoil=lowest_row),
     Case("mask_rows_softcap", heads=2, sq=70, sk=144, d=64, mask=(70, 144), mask_kind="-inf", attrs={"softcap": 5.0}),
-    Case("mask_rows_window", heads=2, sq=170, sk=272, d=64, mask=(170, 272), mask_kind="add", attrs={"window": 40, "window_right": 70}),
+    Case(
+        "mask_rows_window",
+        heads=2,
+        sq=170,
+        sk=272,
+        d=64,
+        mask=(170, 272),
+        mask_kind="add",
+        attrs={"window": 40, "window_right": 70},
+    ),
     Case("scale_negative", heads=2, sq=70, sk=144, d=64, attrs={"scale": -0.2}),
     Case("scale_zero_mask", heads=2, sq=70, sk=144, d=64, mask=(144,), attrs={"scale": 0.0}),
     *masks("mask_short", [(1, 1, 5, 4), (100,)], heads=2, sq=5, sk=130, d=16),
@@ -487,7 +595,7 @@ def test_attention(case: Case, variant: native.VariantInfo) -> None:
 def test_past_without_present(case: Case, variant: native.VariantInfo) -> None:
     def check(dtype: str) -> None:
         inputs, attrs = case.inputs(dtype), case.attributes()
-        y, = run_variant(OP, variant, inputs, attrs)
+        (y,) = run_variant(OP, variant, inputs, attrs)
         with_present = run_variant(OP, variant, inputs, attrs, output_count=3)[0]
         np.testing.assert_array_equal(y, with_present)
 
@@ -578,7 +686,10 @@ def halve_heads(inputs: Inputs, *indices: int) -> None:
             {"layout": "3D", "past": 2, "spoil": lambda inputs: halve_heads(inputs, PAST_K, PAST_V)},
             "past_k: has 1 heads, k and v 2",
         ),
-        ({"layout": "BS3NH", "spoil": lambda inputs: inputs.__setitem__(K, inputs[K][:, :, :2].copy())}, "k: dimension 2"),
+        (
+            {"layout": "BS3NH", "spoil": lambda inputs: inputs.__setitem__(K, inputs[K][:, :, :2].copy())},
+            "k: dimension 2",
+        ),
         (
             {"layout": "BS3NH", "spoil": lambda inputs: inputs.__setitem__(slice(3), [inputs[Q][:, :, :2].copy()] * 3)},
             "q: expected 3 parts",

@@ -167,13 +167,27 @@ bool supports_wgmma(const AttentionParams& p, const DeviceInfo& device) {
 }
 // Shorter caches leave most multiprocessors idle, and merging costs a second kernel.
 bool suits_wgmma_split(const AttentionParams& p, const DeviceInfo&) { return p.total_len() >= 256; }
-// Blocks of 192 rows take 1.24 times as long as those of 128; they pay where the GPU needs fewer rounds of them in proportion.
+template <int64_t kDim>
+bool supports_wgmma_plain(const AttentionParams& p, const DeviceInfo& device) {
+  return attention_wgmma_supports_plain(p, device, kDim);
+}
+// What a launch costs in tiles of 128 rows that are 100 each: the rounds it takes until every block has been on one of the
+// multiprocessors, times the measured cost of a block.
+int64_t wgmma_cost(const AttentionParams& p, const DeviceInfo& device, int64_t block_m, int64_t block_cost) {
+  const int64_t blocks = (p.q_len + block_m - 1) / block_m * p.heads * p.batch, sms = std::max(device.sm_count, 1);
+  return (blocks + sms - 1) / sms * block_cost;
+}
+bool suits_wgmma_256(const AttentionParams& p, const DeviceInfo& device) {
+  return wgmma_cost(p, device, 256, 165) <= wgmma_cost(p, device, 128, 100);
+}
+// The last rows of heads are done in items that take half as long; see WgmmaTile::kRests.
 bool suits_wgmma_192(const AttentionParams& p, const DeviceInfo& device) {
-  const auto rounds = [&](int64_t block_m) {
-    const int64_t blocks = (p.q_len + block_m - 1) / block_m * p.heads * p.batch;
-    return (blocks + device.sm_count - 1) / std::max(device.sm_count, 1);
-  };
-  return rounds(192) * 124 <= rounds(128) * 100;
+  return wgmma_cost(p, device, 192, 130) <= wgmma_cost(p, device, 128, 100);
+}
+// Short sequences in numbers: while one block starts or ends, another one on the same multiprocessor computes. Longer ones
+// would read the keys too often.
+bool suits_wgmma_64(const AttentionParams& p, const DeviceInfo& device) {
+  return p.q_len <= 512 && (p.q_len + 63) / 64 * p.heads * p.batch > 2 * static_cast<int64_t>(device.sm_count);
 }
 #endif
 
@@ -192,11 +206,16 @@ constexpr Variant<AttentionParams> kAttentionVariants[] = {
     {102, "simt_fp32_16x64_split", DeviceKind::kCuda, supports_simt_split, launch_attention_simt_split,
      attention_simt_split_workspace},
 #if ORTPLUGINS_WITH_SM90A
-    {157, "sm90a_wgmma_192x128x48_s2", DeviceKind::kCuda, supports_wgmma<48>, launch_attention_wgmma_192x48, nullptr,
-     suits_wgmma_192},
-    {153, "sm90a_wgmma_192x128x64_s2", DeviceKind::kCuda, supports_wgmma<64>, launch_attention_wgmma_192x64, nullptr,
-     suits_wgmma_192},
+    {162, "sm90a_wgmma_64x64x64_s2", DeviceKind::kCuda, supports_wgmma<64>, launch_attention_wgmma_64x64, nullptr, suits_wgmma_64},
+    {160, "sm90a_wgmma_256x64x40_s4", DeviceKind::kCuda, supports_wgmma_plain<40>, launch_attention_wgmma_256x40, nullptr,
+     suits_wgmma_256},
+    {161, "sm90a_wgmma_256x64x64_s4", DeviceKind::kCuda, supports_wgmma_plain<64>, launch_attention_wgmma_256x64, nullptr,
+     suits_wgmma_256},
     {151, "sm90a_wgmma_128x128x64_s2", DeviceKind::kCuda, supports_wgmma<64>, launch_attention_wgmma_64},
+    {164, "sm90a_wgmma_256x64x72_s4", DeviceKind::kCuda, supports_wgmma_plain<72>, launch_attention_wgmma_256x72, nullptr,
+     suits_wgmma_256},
+    {163, "sm90a_wgmma_192x112x80_s2", DeviceKind::kCuda, supports_wgmma_plain<80>, launch_attention_wgmma_192x80, nullptr,
+     suits_wgmma_192},
     {154, "sm90a_wgmma_128x128x80_s2", DeviceKind::kCuda, supports_wgmma<80>, launch_attention_wgmma_80},
     {155, "sm90a_wgmma_128x128x96_s2", DeviceKind::kCuda, supports_wgmma<96>, launch_attention_wgmma_96},
     {152, "sm90a_wgmma_128x128x128_s2", DeviceKind::kCuda, supports_wgmma<128>, launch_attention_wgmma_128},

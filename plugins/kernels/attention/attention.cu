@@ -6,6 +6,7 @@
 //   y       the same rows, columns 64 * c + 4 * tx .. + 3             (c < kBlockV / 64)
 // so that a row's maximum and sum stay within 16 lanes and the factor that rescales y is already in its thread.
 // q, k and v pass through shared memory as floats: q and k in slices of 32 of the head, v in slices of 4096 / kBlockV keys.
+#include "device/dependent_launch.h"
 #include "device/reduce.h"
 #include "kernels/attention/attention_device.h"
 #include "kernels/attention/variants.h"
@@ -306,6 +307,7 @@ __global__ void __launch_bounds__(kMergeThreads) attention_merge_kernel(const __
   // Each warp for itself, a lane for each split, so that the loads do not follow each other.
   __shared__ float s_weight[kMaxSplits];
   const int lane_idx = static_cast<int>(threadIdx.x) % 32;
+  wait_for_previous_kernel();
   float max = -INFINITY;
   for (int s = lane_idx; s < a.splits; s += 32) max = fmaxf(max, ms[s].x);
   const float reference = softmax_reference(warp_max(max));
@@ -352,7 +354,8 @@ Status attention_prologue(const AttentionParams& p, const ExecContext& context, 
 Status launch_attention_merge(const AttentionLaunch& a, const ExecContext& context) {
   const dim3 grid = work_grid(a.p.batch * a.p.heads * a.p.q_len);
   return dispatch(a.p.dtype, [&](auto tag) {
-    return launch("attention_merge_kernel", attention_merge_kernel<typename decltype(tag)::type>, grid, kMergeThreads, 0, context, a);
+    return launch_with({1, true}, "attention_merge_kernel", attention_merge_kernel<typename decltype(tag)::type>, grid, kMergeThreads, 0,
+                       context, a);
   });
 }
 

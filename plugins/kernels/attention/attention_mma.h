@@ -27,6 +27,10 @@ __device__ __forceinline__ uint32_t computed_in_place(uint32_t address) {
   asm volatile("" : "+r"(address));
   return address;
 }
+__device__ __forceinline__ int64_t computed_in_place(int64_t item) {
+  asm volatile("" : "+l"(item));
+  return item;
+}
 
 // Loads kRows rows of `dim` elements; row_of(r) gives row r, or null for a row of zeros. Columns from `dim` to the next
 // multiple of 16 become zeros, those beyond are neither written nor read. Aligned rows travel by cp.async; others pass
@@ -37,7 +41,7 @@ __device__ __forceinline__ void load_tile(char* tile, int thread, int dim, bool 
   static_assert(kThreads % kChunks == 0 && kRows % (kThreads / kChunks) == 0);
   const int chunk = thread % kChunks;
   if (chunk * 8 >= (dim + 15) / 16 * 16) return;
-#pragma unroll 4
+#pragma unroll 2
   for (int n = 0; n < kRows / (kThreads / kChunks); ++n) {
     const int r = thread / kChunks + n * (kThreads / kChunks);
     const T* const row = row_of(r);

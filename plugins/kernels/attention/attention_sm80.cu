@@ -83,6 +83,10 @@ __global__ void __launch_bounds__(kThreads) attention_mma_kernel(const __grid_co
     mma_pv<T, kDim, kMmaM>(acc, s, smem_address(sV), v_head_dim);
   }
 
+  // What follows needs the tile's place again. It is computed anew: kept through the mainloop it would be spilled.
+  attention_tile(a, computed_in_place(work_item()), kBlockM, kBlockN, &tile, &band);
+  const int first_row = tile.row0 + warp_idx * kWarpM;
+
   // Epilogue: y goes through this warp's own rows of the q tile, so that it is stored in 16-byte chunks of whole rows.
   unsigned spoilt[kMmaM][2];
   char* const sY = sQ + warp_idx * kWarpM * kDim * 2;
@@ -102,13 +106,13 @@ __global__ void __launch_bounds__(kThreads) attention_mma_kernel(const __grid_co
     }
   }
   __syncwarp();
-  T* const y = static_cast<T*>(p.y) + tile.b * p.y_strides.batch + h * p.y_strides.head;
+  T* const y = static_cast<T*>(p.y) + tile.b * p.y_strides.batch + tile.head0 * p.y_strides.head;
   for (int idx = lane_idx; idx < kWarpM * kDim / 8; idx += 32) {
     const int r = idx / (kDim / 8), chunk = idx % (kDim / 8);
     const int valid = v_head_dim - chunk * 8;
-    if (warp_row + r >= tile.rows || valid <= 0) continue;
+    if (first_row + r >= tile.rows || valid <= 0) continue;
     const Pack<T> pack = load_pack(reinterpret_cast<const T*>(sY + tile_offset<kDim>(r, chunk)));
-    T* const to = y + (warp_row + r) * p.y_strides.seq + chunk * 8;
+    T* const to = y + (first_row + r) * p.y_strides.seq + chunk * 8;
     if ((a.packs & kPacksY) != 0) {
       store_pack(to, pack);
     } else {
@@ -122,8 +126,8 @@ __global__ void __launch_bounds__(kThreads) attention_mma_kernel(const __grid_co
     for (int half = 0; half < 2; ++half) {
       if (spoilt[m][half] == 0) continue;
       for (int row = 0; row < 8; ++row) {
-        const int i = warp_row + m * 16 + half * 8 + row;
-        if ((spoilt[m][half] >> (4 * row) & 0xf) != 0 && i < tile.rows) attend_row_exactly<T>(a, tile.b, h, i, 0, v_head_dim);
+        const int i = first_row + m * 16 + half * 8 + row;
+        if ((spoilt[m][half] >> (4 * row) & 0xf) != 0 && i < tile.rows) attend_row_exactly<T>(a, tile.b, tile.head0, i, 0, v_head_dim);
       }
     }
   }

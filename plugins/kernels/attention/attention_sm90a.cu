@@ -3,18 +3,22 @@
 // A block is one producer warpgroup and kConsumers consumer warpgroups, and stays on its multiprocessor: it walks a list of
 // work items, each kBlockM = 64 * kConsumers query rows of one head. The producer runs ahead of the consumers by kStages
 // tiles of keys, also from one item into the next. A consumer warpgroup owns 64 rows: scores, weights and its part of y stay
-// in registers, and the weights are the A operand of the second product as they stand (device/sm90_rs.h).
+// in registers, and the weights are the A operand of the second product as they stand (device/sm90_rs.h). Tiles that none
+// of its rows may see it hands back unread.
 //
-// What keeps the tensor cores busy while exponentials are computed:
+// What keeps the tensor cores busy while exponentials are computed (at a head of 64, exponentials and products each take
+// some 45 % of the time; four warpgroups overlap them best):
 //   - within a warpgroup, the product of the next tile's scores and that of this tile's weights with v are issued together;
 //     the softmax of the next tile runs while the second is in flight;
 //   - between warpgroups, a token (named barriers) lets one issue its products at a time, so that one multiplies while
 //     another is in its softmax.
 //
 // Shared memory, each tile in blocks of 64 elements (rows of 128 bytes, swizzled by TMA), 1024-byte aligned:
-//   q (kBlockM rows), k and v (kStages x kBlockN rows each), with a mask also kStages mask tiles (kBlockM rows) or rows.
+//   q (kStagesQ x kBlockM rows), k and v (kStages x kBlockN rows each), with a mask also kStages mask tiles (kBlockM rows)
+//   or rows.
 #include <algorithm>
 
+#include "device/dependent_launch.h"
 #include "device/sm90_rs.h"
 #include "device/tensor_map.h"
 #include "kernels/attention/attention_device.h"
@@ -24,8 +28,9 @@ namespace ortplugins {
 namespace {
 
 // How scores are masked. kKeys: one value for each key, the same for all rows of an item; it is turned into floats by a
-// producer warp. kRows16, kRowsBool: a tile of elements or of bytes, brought by TMA.
-enum class MaskTiles : int { kNone, kKeys, kRows16, kRowsBool };
+// producer warp. kRows16, kRowsBool: a tile of elements or of bytes, brought by TMA. kRowsLoads: rows whose alignment TMA
+// does not take; each thread loads the values of its own scores.
+enum class MaskTiles : int { kNone, kKeys, kRows16, kRowsBool, kRowsLoads };
 
 struct WgmmaLaunch {
   AttentionLaunch a;
@@ -35,6 +40,8 @@ struct WgmmaLaunch {
   bool mask_has_batch = false, mask_has_head = false;
   bool scores = false;      // products need more than a positive factor: softcap, or a scale that is not positive
   int items = 0;
+  int whole_tiles = 0;      // of a head; from item whole_items on come its other rows, 64 at a time
+  int whole_items = 0;
   int q_bytes = 0;          // of a tile of q
   int section_heads = 0;    // heads (of all sequences) whose keys and values fit in L2 together
 };
@@ -42,51 +49,61 @@ struct WgmmaLaunch {
 // All numbers of a variant. kScores: masks, softcap and any scale; without, a product only takes a positive factor. kSplit:
 // few queries on a long cache. Then a tile's rows are those of all query heads that share a key head, row r being query
 // r % q_len of head r / q_len of the group, and the keys are split over items, whose results are merged afterwards.
-template <int kDim_, int kBlockN_, int kConsumers_, int kStages_, bool kScores_, bool kSplit_ = false>
+template <int kDim_, int kBlockN_, int kConsumers_, int kStages_, bool kScores_ = false, bool kSplit_ = false>
 struct WgmmaTile {
   static constexpr int kDim = kDim_, kBlockN = kBlockN_, kConsumers = kConsumers_, kStages = kStages_;
   static constexpr bool kScores = kScores_, kSplit = kSplit_;
   static constexpr int kBlockM = 64 * kConsumers;
   static constexpr int kThreads = 128 * (kConsumers + 1);
+
   static constexpr int kDimBlocks = (kDim + 63) / 64;
   static constexpr int kBytesQ = kDimBlocks * kBlockM * 128;
   static constexpr int kBytesK = kDimBlocks * kBlockN * 128;
   static constexpr int kBytesMask = kScores && !kSplit ? (kBlockN + 63) / 64 * kBlockM * 128 : 0;  // of 16-bit elements
-  static constexpr int kSmemBytes = 1024 + kBytesQ + kStages * (2 * kBytesK + kBytesMask);
-  static_assert(kSmemBytes <= 227 * 1024);
-};
+  static constexpr int smem_bytes(int stages_q) { return 1024 + stages_q * kBytesQ + kStages * (2 * kBytesK + kBytesMask); }
 
-// Registers of the two roles, out of 64 K: what the consumers gain is what the producer gives. With one consumer warpgroup a
-// thread may have 255 anyway.
-template <class Tile>
-__device__ __forceinline__ void take_producer_registers() {
-  if constexpr (Tile::kConsumers > 1) registers_decrease<Tile::kConsumers == 3 ? 32 : Tile::kScores ? 40 : 24>();
-}
-template <class Tile>
-__device__ __forceinline__ void take_consumer_registers() {
-  if constexpr (Tile::kConsumers > 1) registers_increase<Tile::kConsumers == 3 ? 160 : Tile::kScores ? 232 : 240>();
-}
+  // Blocks of one consumer warpgroup, for short sequences, share a multiprocessor: one computes while another starts or ends.
+  static constexpr int kBlocksPerSm = kConsumers > 1 || kSplit ? 1 : kScores ? 2 : 3;
+  // With room for a second tile of q, the loads of the next item start before this one ends.
+  static constexpr int kStagesQ = kBlocksPerSm * (smem_bytes(2) + 4096) <= 228 * 1024 ? 2 : 1;
+  static constexpr int kSmemBytes = smem_bytes(kStagesQ);
+  static_assert(kSmemBytes <= 227 * 1024);
+
+  // Registers of the two roles, out of 64 K for all blocks of a multiprocessor: what the consumers gain is what the producer
+  // gives; 0: as launched. The producer's search for padding in a mask takes more.
+  static constexpr int kProducerRegisters = kSplit ? 0 : kScores ? 56 : kConsumers == 3 ? 32 : 24;
+  static constexpr int kConsumerRegisters = kConsumers == 4   ? 112
+                                            : kConsumers == 3 ? 160
+                                            : kConsumers == 2 ? (kScores ? 224 : 240)
+                                                              : (kScores ? 200 : 136);
+  static_assert(!kScores || kConsumers <= 2, "not enough registers");
+
+  // Half of the exponentials after the product with v: what follows it, rescaling and packing, then overlaps with them.
+  // With two or three consumers the other warpgroups fill that gap, and the product is better waited for at the end.
+  static constexpr bool kExponentialsLast = kConsumers == 4;
+  // An item of three warpgroups is long; the last rows of heads are done in items of 64, which take half as long.
+  static constexpr bool kRests = kConsumers == 3;
+};
 
 // Barriers in shared memory, by their 32-bit addresses.
-template <int kStages>
+template <int kStagesQ, int kStages>
 struct WgmmaBarriers {
   uint32_t base;
-  static constexpr int kCount = 2 + 6 * kStages;
-  __device__ __forceinline__ uint32_t at(int i) const { return base + 8 * i; }
-  __device__ __forceinline__ uint32_t q_full() const { return at(0); }
-  __device__ __forceinline__ uint32_t q_empty() const { return at(1); }
-  __device__ __forceinline__ uint32_t k_full(int stage) const { return at(2 + stage); }
-  __device__ __forceinline__ uint32_t k_empty(int stage) const { return at(2 + kStages + stage); }
-  __device__ __forceinline__ uint32_t v_full(int stage) const { return at(2 + 2 * kStages + stage); }
-  __device__ __forceinline__ uint32_t v_empty(int stage) const { return at(2 + 3 * kStages + stage); }
-  __device__ __forceinline__ uint32_t mask_full(int stage) const { return at(2 + 4 * kStages + stage); }
-  __device__ __forceinline__ uint32_t mask_empty(int stage) const { return at(2 + 5 * kStages + stage); }
+  static constexpr int kCount = 2 * kStagesQ + 6 * kStages;
+  __device__ __forceinline__ uint32_t at(int group, int stage) const { return base + 8 * (2 * kStagesQ + group * kStages + stage); }
+  __device__ __forceinline__ uint32_t q_full(int stage) const { return base + 8 * stage; }
+  __device__ __forceinline__ uint32_t q_empty(int stage) const { return base + 8 * (kStagesQ + stage); }
+  __device__ __forceinline__ uint32_t k_full(int stage) const { return at(0, stage); }
+  __device__ __forceinline__ uint32_t k_empty(int stage) const { return at(1, stage); }
+  __device__ __forceinline__ uint32_t v_full(int stage) const { return at(2, stage); }
+  __device__ __forceinline__ uint32_t v_empty(int stage) const { return at(3, stage); }
+  __device__ __forceinline__ uint32_t mask_full(int stage) const { return at(4, stage); }
+  __device__ __forceinline__ uint32_t mask_empty(int stage) const { return at(5, stage); }
 };
 
-// Item of this block in a round; items count tiles fastest, then heads and sequences, longest tiles first under a causal mask.
-// -1 past the end. Under a causal mask items become shorter:
-// within a section of heads that share L2 the longest come first, and every other round runs backwards, so that a block
-// which got the longest of one round gets the shortest of the next.
+// Item of this block in a round, -1 past the end; items count tiles fastest, then heads and sequences. Under a causal mask
+// their lengths differ: within a section of heads that share L2 the longest come first, and every other round runs
+// backwards, so that a block which got the longest of one round gets the shortest of the next.
 __device__ __forceinline__ int wgmma_item(const WgmmaLaunch& w, int round) {
   const int grid = static_cast<int>(gridDim.x), block = static_cast<int>(blockIdx.x);
   if (!w.a.p.is_causal) {
@@ -102,13 +119,25 @@ __device__ __forceinline__ int wgmma_item(const WgmmaLaunch& w, int round) {
   return (section * w.section_heads + rest % heads) * tiles + rest / heads;
 }
 
+// The keys of a row of a kKeys mask that are not masked lie in [first, last); if it is `clean`, those are all of them and
+// nothing is added to their scores, as with padding at either end. Then tiles of padding are skipped, and the mask costs
+// nothing in the others.
+struct KeySpan {
+  int first, last, clean;
+};
+
 // What an item is about. 32-bit numbers throughout: a division of 64-bit ones takes hundreds of cycles, and an item of a
 // short sequence only a few thousand.
 struct WgmmaItem {
   int b, h, kv_head;
-  int row0;         // first query
+  int row0, rows;   // first query, and how many
   int split;
   int first, last;  // keys that some of its queries may see, and that belong to its split
+
+  __device__ __forceinline__ void clip(const KeySpan& span) {
+    first = max(first, span.first);
+    last = min(last, span.last);
+  }
 };
 
 // Rounds of items until this block's part of the list ends; visit(item, band) for each.
@@ -129,6 +158,7 @@ __device__ __forceinline__ void for_each_item(const WgmmaLaunch& w, Visit visit)
       item.kv_head = static_cast<int>(head % kv_heads);
       item.h = item.kv_head * w.a.group;
       item.row0 = 0;
+      item.rows = Tile::kBlockM;
       const KeyBand band = key_band(w.a.p, item.b);
       const int first = band.first(0), last = band.last(rows - 1);
       const int tiles_n = max(0, last - first + Tile::kBlockN - 1) / Tile::kBlockN;
@@ -140,18 +170,29 @@ __device__ __forceinline__ void for_each_item(const WgmmaLaunch& w, Visit visit)
     }
     const int index = wgmma_item(w, round);
     if (index < 0) continue;
-    const unsigned head = static_cast<unsigned>(index) / tiles;
-    unsigned tile = static_cast<unsigned>(index) - head * tiles;
-    if (w.a.p.is_causal) tile = tiles - 1 - tile;
     WgmmaItem item;
+    unsigned head;
+    if (Tile::kRests && index >= w.whole_items) {
+      const unsigned rests = static_cast<unsigned>(rows - w.whole_tiles * kBlockM + 63) / 64;
+      const unsigned rest = static_cast<unsigned>(index - w.whole_items);
+      head = rest / rests;
+      item.row0 = w.whole_tiles * kBlockM + static_cast<int>(rest - head * rests) * 64;
+      item.rows = 64;
+    } else {
+      const unsigned head_tiles = Tile::kRests ? static_cast<unsigned>(w.whole_tiles) : tiles;
+      head = static_cast<unsigned>(index) / head_tiles;
+      unsigned tile = static_cast<unsigned>(index) - head * head_tiles;
+      if (w.a.p.is_causal) tile = tiles - 1 - tile;
+      item.row0 = static_cast<int>(tile) * kBlockM;
+      item.rows = kBlockM;
+    }
     item.b = static_cast<int>(head / heads);
     item.h = static_cast<int>(head % heads);
     item.split = 0;
     item.kv_head = static_cast<int>(static_cast<unsigned>(item.h) / static_cast<unsigned>(w.a.group));
-    item.row0 = static_cast<int>(tile) * kBlockM;
     const KeyBand band = key_band(w.a.p, item.b);
     item.first = band.first(item.row0);
-    item.last = band.last(min(item.row0 + kBlockM, rows) - 1);
+    item.last = band.last(min(item.row0 + item.rows, rows) - 1);
     visit(item, band);
   }
 }
@@ -202,21 +243,90 @@ __device__ __forceinline__ float key_mask_value(const WgmmaLaunch& w, int64_t of
   return to_float(static_cast<const T*>(w.a.p.mask)[offset]);
 }
 
+// By a whole warp, for keys [first, last) of the row of the mask at `row`.
+template <class T>
+__device__ __forceinline__ KeySpan key_span(const WgmmaLaunch& w, int64_t row, int first, int last) {
+  const AttentionParams& p = w.a.p;
+  const int lane_idx = static_cast<int>(threadIdx.x) % 32;
+  int lo = INT_MAX, hi = 0, open = 0;
+  bool adds = false;
+  int j = first;
+  const char* const bytes = static_cast<const char*>(p.mask) + row;
+  if (p.mask_dtype == DType::kBool && p.mask_stride_key == 1 && reinterpret_cast<uintptr_t>(bytes + first) % 4 == 0) {
+#pragma unroll 4
+    for (; j <= last - 128; j += 128) {
+      const int word_j = j + 4 * lane_idx;
+      const uint32_t is_open = __vcmpne4(*reinterpret_cast<const uint32_t*>(bytes + word_j), 0);
+      open += __popc(is_open) / 8;
+      if (is_open == 0) continue;
+      lo = min(lo, word_j + (__ffs(static_cast<int>(is_open)) - 1) / 8);
+      hi = max(hi, word_j + 4 - __clz(static_cast<int>(is_open)) / 8);
+    }
+  }
+#pragma unroll 4
+  for (j += lane_idx; j < last; j += 32) {
+    const float value = key_mask_value<T>(w, row + j * p.mask_stride_key);
+    if (value == -INFINITY) continue;
+    lo = min(lo, j);
+    hi = max(hi, j + 1);
+    ++open;
+    adds |= value != 0.0F;
+  }
+  KeySpan span;
+  span.first = __reduce_min_sync(kFullWarp, lo);
+  span.last = __reduce_max_sync(kFullWarp, hi);
+  span.clean = !__any_sync(kFullWarp, adds) && __reduce_add_sync(kFullWarp, open) == span.last - span.first ? 1 : 0;
+  return span;
+}
+
+// Scores in natural units, with the mask's values for rows row0 and row0 + 8 and columns from `column` on. Element is that of
+// the mask, one byte for bool.
+template <class Element, int kCount>
+__device__ __forceinline__ void add_loaded_mask(float (&s)[kCount], const WgmmaLaunch& w, const WgmmaItem& tile, int row0, int column,
+                                                float factor) {
+  const AttentionParams& p = w.a.p;
+  const int valid = static_cast<int>(p.mask_len) - column;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int i = min(row0 + 8 * half, static_cast<int>(p.q_len) - 1);
+    const Element* values = static_cast<const Element*>(p.mask) + mask_row_offset(p, tile.b, tile.h, i) + column;
+#pragma unroll
+    for (int n = 0; n < kCount / 4; ++n) {
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        float& x = s[4 * n + 2 * half + e];
+        if constexpr (sizeof(Element) == 1) {
+          x = 8 * n + e < valid && values[8 * n + e] != 0 ? x * factor : -INFINITY;
+        } else {
+          x = fmaf(x, factor, 8 * n + e < valid ? to_float(values[8 * n + e]) : 0.0F);
+        }
+      }
+    }
+  }
+}
+
 // A consumer thread's share of 64 rows: rows g and g + 8 of its warp's 16, in accumulator order.
 template <class T, class Tile>
 struct Softmax {
   static constexpr int kCount = Tile::kBlockN / 2;
+  // Weights stay relative to an old maximum until a row of the warp exceeds it by this much. Neither type minds weights of
+  // e^5.5 = 245, and y and the sums are hardly ever rescaled: 3 to 7 % less time.
+  static constexpr float kSlack = 5.5F;
   float max[2], sum[2], correction[2];  // max in natural units (not log2); sum of this lane's columns alone
+  float unit, offset[2], part[4];       // of this tile: weight exp2(score * unit - offset), sums by row and column
+  bool rescale;                         // whether y must be multiplied by the correction
 
   __device__ __forceinline__ void reset() {
     max[0] = max[1] = -INFINITY;
     sum[0] = sum[1] = 0.0F;
+    offset[0] = offset[1] = 0.0F;
   }
 
-  // Turns the scores of a tile into weights relative to the new maximum. `factor`, positive, brings them to natural units.
-  // A weight is exp2(score * unit - offset) in one fused multiply-add. The offset is rounded, but all that a row adds up is
-  // relative to it, so that this cancels as long as it is small.
-  __device__ __forceinline__ void update(float (&s)[kCount], float factor) {
+  // The scores of a tile become weights in three steps: `begin` finds the maxima, `weigh` does registers [kFirst, kLast), in
+  // one or several parts, `end` adds up. `factor`, positive, brings scores to natural units. A weight is exp2(score * unit -
+  // offset) in one fused multiply-add. The offset is rounded, but all that a row adds up is relative to it, so that this
+  // cancels as long as it is small.
+  __device__ __forceinline__ void begin(float (&s)[kCount], float factor) {
     float new_max[2];
     {
       float m[4][2];  // four chains for each row, so that maxima do not wait for each other
@@ -237,31 +347,44 @@ struct Softmax {
     if constexpr (Tile::kScores) {
       const float larger = fmaxf(fabsf(softmax_reference(new_max[0])), fabsf(softmax_reference(new_max[1])));
       if (__any_sync(kFullWarp, larger > 4096.0F)) {
-        update_large(s, new_max, factor);
+        weigh_large(s, new_max, factor);
+        rescale = true;
+        unit = 0.0F;  // nothing is left to do
         return;
       }
     }
-    const float unit = factor * kLog2e;
-    float offset[2];
+    unit = factor * kLog2e;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) part[i] = 0.0F;  // row 0: 0 and 1, row 1: 2 and 3
+    rescale = __any_sync(kFullWarp, !(new_max[0] <= max[0] + kSlack) || !(new_max[1] <= max[1] + kSlack));
+    if (!rescale) {
+      correction[0] = correction[1] = 1.0F;
+      return;
+    }
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       offset[half] = softmax_reference(new_max[half]) * kLog2e;
       correction[half] = exp2_approx(fmaf(max[half], kLog2e, -offset[half]));
       max[half] = new_max[half];
     }
-    float part[4] = {};  // row 0: 0 and 1, row 1: 2 and 3
+  }
+  template <int kFirst, int kLast>
+  __device__ __forceinline__ void weigh(float (&s)[kCount]) {
+    if (Tile::kScores && unit == 0.0F) return;
 #pragma unroll
-    for (int i = 0; i < kCount; ++i) {
+    for (int i = kFirst; i < kLast; ++i) {
       s[i] = exp2_approx(fmaf(s[i], unit, -offset[i / 2 % 2]));
       part[i % 4] += s[i];
     }
+  }
+  __device__ __forceinline__ void end() {
+    if (Tile::kScores && unit == 0.0F) return;
 #pragma unroll
     for (int half = 0; half < 2; ++half) sum[half] = fmaf(sum[half], correction[half], part[2 * half] + part[2 * half + 1]);
   }
-
-  // As `update` where a maximum is large: a row masked throughout with the lowest number of its type, as exporters do. Times
+  // All three steps where a maximum is large: a row masked throughout with the lowest number of its type, as exporters do. Times
   // log2(e) it may be infinite, and what is rounded off the offset counts. So the maximum is subtracted first.
-  __device__ __forceinline__ void update_large(float (&s)[kCount], const float (&new_max)[2], float factor) {
+  __device__ __forceinline__ void weigh_large(float (&s)[kCount], const float (&new_max)[2], float factor) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const float reference = softmax_reference(new_max[half]);
@@ -280,37 +403,43 @@ struct Softmax {
     }
   }
 
-  // Whether some score of a row was too large for `update`: from here on a rounded offset is off by 2 and more. Without a
+  // Whether some score of a row was too large for `begin`: from here on a rounded offset is off by 2 and more. Without a
   // mask that is a matter of overflowing inputs.
   __device__ __forceinline__ bool is_spoilt(int half) const { return !Tile::kScores && fabsf(softmax_reference(max[half])) > 0x1p24F; }
 };
 
 template <class T, class Tile>
-__global__ void __launch_bounds__(Tile::kThreads, 1) attention_wgmma_kernel(const __grid_constant__ WgmmaLaunch w) {
-  constexpr int kDim = Tile::kDim, kBlockM = Tile::kBlockM, kBlockN = Tile::kBlockN, kStages = Tile::kStages;
+__global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm) attention_wgmma_kernel(const __grid_constant__ WgmmaLaunch w) {
+  constexpr int kDim = Tile::kDim, kBlockM = Tile::kBlockM, kBlockN = Tile::kBlockN, kStages = Tile::kStages, kStagesQ = Tile::kStagesQ;
   extern __shared__ char smem_unaligned[];
-  __shared__ uint64_t s_barriers[WgmmaBarriers<kStages>::kCount];
+  __shared__ uint64_t s_barriers[WgmmaBarriers<kStagesQ, kStages>::kCount];
   __shared__ __align__(16) float s_keys_mask[Tile::kScores ? kStages : 1][kBlockN];
   __shared__ int s_keys_masked[kStages];  // whether some value of the tile's mask is not zero
+  __shared__ KeySpan s_key_span[kStagesQ];
   const uint32_t smem = (smem_address(smem_unaligned) + 1023) & ~1023U;
-  const uint32_t sQ = smem, sK = sQ + Tile::kBytesQ, sV = sK + kStages * Tile::kBytesK, sMask = sV + kStages * Tile::kBytesK;
-  const WgmmaBarriers<kStages> barriers{smem_address(s_barriers)};
+  const uint32_t sQ = smem, sK = sQ + kStagesQ * Tile::kBytesQ, sV = sK + kStages * Tile::kBytesK, sMask = sV + kStages * Tile::kBytesK;
+  const WgmmaBarriers<kStagesQ, kStages> barriers{smem_address(s_barriers)};
 
   const AttentionParams& p = w.a.p;
   const int warp_idx = __shfl_sync(kFullWarp, static_cast<int>(threadIdx.x) / 32, 0);
   const int lane_idx = static_cast<int>(threadIdx.x) % 32;
   const bool keys_mask = Tile::kScores && w.mask_tiles == MaskTiles::kKeys;
-  const bool rows_mask = Tile::kScores && (w.mask_tiles == MaskTiles::kRows16 || w.mask_tiles == MaskTiles::kRowsBool);
+  const bool mask_tiles = Tile::kScores && (w.mask_tiles == MaskTiles::kRows16 || w.mask_tiles == MaskTiles::kRowsBool);
   if constexpr (Tile::kSplit) {
     // Rows that no copy fills, so that their products are harmless.
-    for (int i = static_cast<int>(threadIdx.x); i < Tile::kBytesQ / 16; i += Tile::kThreads) {
+    for (int i = static_cast<int>(threadIdx.x); i < kStagesQ * Tile::kBytesQ / 16; i += Tile::kThreads) {
       *reinterpret_cast<uint4*>(smem_unaligned + (sQ - smem_address(smem_unaligned)) + i * 16) = make_uint4(0, 0, 0, 0);
     }
     fence_async_proxy();
   }
   if (threadIdx.x == 0) {
-    mbarrier_init(barriers.q_full(), 1);
-    mbarrier_init(barriers.q_empty(), 4 * Tile::kConsumers);
+    tma_prefetch(&w.q);
+    tma_prefetch(&w.k);
+    tma_prefetch(&w.v);
+    for (int stage = 0; stage < kStagesQ; ++stage) {
+      mbarrier_init(barriers.q_full(stage), 1);
+      mbarrier_init(barriers.q_empty(stage), 4 * Tile::kConsumers + (keys_mask ? 1 : 0));
+    }
     for (int stage = 0; stage < kStages; ++stage) {
       mbarrier_init(barriers.k_full(stage), 1);
       mbarrier_init(barriers.v_full(stage), 1);
@@ -322,25 +451,41 @@ __global__ void __launch_bounds__(Tile::kThreads, 1) attention_wgmma_kernel(cons
     fence_barrier_init();
   }
   __syncthreads();
+  let_next_kernel_start();
+  wait_for_previous_kernel();
 
   if (warp_idx < 4) {
-    take_producer_registers<Tile>();
-    if (warp_idx == 0 && lane_idx == 0) {
-      tma_prefetch(&w.q);
-      tma_prefetch(&w.k);
-      tma_prefetch(&w.v);
+    if constexpr (Tile::kProducerRegisters > 0) registers_decrease<Tile::kProducerRegisters>();
+    if (warp_idx == 0 && (Tile::kScores || lane_idx == 0)) {
       PipelineState<kStages> state;
-      uint32_t q_parity = 0;
-      for_each_item<Tile>(w, [&](const WgmmaItem& tile, const KeyBand&) {
+      PipelineState<kStagesQ> q_state;
+      KeySpan span;
+      int64_t span_row = -1;
+      for_each_item<Tile>(w, [&](WgmmaItem tile, const KeyBand& band) {
         if (tile.first >= tile.last) return;
+        if (keys_mask) {
+          const int64_t row = mask_row_offset(p, tile.b, tile.h, 0);
+          if (Tile::kSplit || row != span_row) {
+            span = key_span<T>(w, row, Tile::kSplit ? tile.first : 0, Tile::kSplit ? tile.last : band.end);
+            span_row = row;
+          }
+          if (lane_idx != 0) return;
+        } else if (Tile::kScores && lane_idx != 0) {
+          return;
+        }
         const int h = tile.h, b = tile.b, kv_head = tile.kv_head;
-        mbarrier_wait(barriers.q_empty(), q_parity ^ 1);
-        q_parity ^= 1;
-        mbarrier_arrive_expect(barriers.q_full(), w.q_bytes);
+        mbarrier_wait(barriers.q_empty(q_state.stage), q_state.parity ^ 1);
+        if (keys_mask) {
+          s_key_span[q_state.stage] = span;
+          tile.clip(span);
+        }
+        mbarrier_arrive_expect(barriers.q_full(q_state.stage), w.q_bytes);
 #pragma unroll
         for (int block = 0; block < Tile::kDimBlocks; ++block) {
-          tma_load_4d(sQ + block * kBlockM * 128, &w.q, barriers.q_full(), block * 64, tile.row0, h, b);
+          tma_load_4d(sQ + q_state.stage * Tile::kBytesQ + block * kBlockM * 128, &w.q, barriers.q_full(q_state.stage), block * 64,
+                      tile.row0, h, b);
         }
+        q_state.advance();
         for (int j0 = tile.first; j0 < tile.last; j0 += kBlockN) {
           mbarrier_wait(barriers.k_empty(state.stage), state.parity ^ 1);
           mbarrier_arrive_expect(barriers.k_full(state.stage), Tile::kBytesK);
@@ -349,7 +494,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 1) attention_wgmma_kernel(cons
             tma_load_4d(sK + state.stage * Tile::kBytesK + block * kBlockN * 128, &w.k, barriers.k_full(state.stage), block * 64, j0,
                         kv_head, b);
           }
-          if (rows_mask) {
+          if (mask_tiles) {
             const bool bytes = w.mask_tiles == MaskTiles::kRowsBool;
             const int mask_b = w.mask_has_batch ? b : 0, mask_h = w.mask_has_head ? h : 0;
             mbarrier_wait(barriers.mask_empty(state.stage), state.parity ^ 1);
@@ -372,21 +517,32 @@ __global__ void __launch_bounds__(Tile::kThreads, 1) attention_wgmma_kernel(cons
       });
     } else if (keys_mask && warp_idx == 1) {
       PipelineState<kStages> state;
-      for_each_item<Tile>(w, [&](const WgmmaItem& tile, const KeyBand& band) {
+      PipelineState<kStagesQ> q_state;
+      for_each_item<Tile>(w, [&](WgmmaItem tile, const KeyBand& band) {
+        if (tile.first >= tile.last) return;
+        mbarrier_wait(barriers.q_full(q_state.stage), q_state.parity);
+        const KeySpan span = s_key_span[q_state.stage];
+        __syncwarp();
+        if (lane_idx == 0) mbarrier_arrive(barriers.q_empty(q_state.stage));
+        q_state.advance();
+        if (span.clean != 0) return;
+        tile.clip(span);
         const int64_t row = mask_row_offset(p, tile.b, tile.h, 0);
         for (int j0 = tile.first; j0 < tile.last; j0 += kBlockN) {
-          float values[kBlockN / 32];
+          float values[(kBlockN + 31) / 32];
           bool masked = false;
 #pragma unroll
-          for (int i = 0; i < kBlockN / 32; ++i) {
-            const int j = j0 + i * 32 + lane_idx;
-            values[i] = j < band.end ? key_mask_value<T>(w, row + j * p.mask_stride_key) : 0.0F;
-            masked |= values[i] != 0.0F;
+          for (int i = 0; i < kBlockN; i += 32) {
+            const int j = j0 + i + lane_idx;
+            values[i / 32] = j < band.end ? key_mask_value<T>(w, row + j * p.mask_stride_key) : 0.0F;
+            masked |= values[i / 32] != 0.0F;
           }
           masked = __any_sync(kFullWarp, masked);
           mbarrier_wait(barriers.mask_empty(state.stage), state.parity ^ 1);
 #pragma unroll
-          for (int i = 0; i < kBlockN / 32; ++i) s_keys_mask[state.stage][i * 32 + lane_idx] = values[i];
+          for (int i = 0; i < kBlockN; i += 32) {
+            if (i + lane_idx < kBlockN) s_keys_mask[state.stage][i + lane_idx] = values[i / 32];
+          }
           if (lane_idx == 0) s_keys_masked[state.stage] = masked ? 1 : 0;
           mbarrier_arrive(barriers.mask_full(state.stage));
           state.advance();
@@ -396,7 +552,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 1) attention_wgmma_kernel(cons
     return;
   }
 
-  take_consumer_registers<Tile>();
+  if constexpr (Tile::kProducerRegisters > 0) registers_increase<Tile::kConsumerRegisters>();
   const int consumer_idx = warp_idx / 4 - 1;
   const int g = lane_idx / 4, t = lane_idx % 4;
   const int warp_row = consumer_idx * 64 + warp_idx % 4 * 16;  // in the tile
@@ -411,12 +567,14 @@ __global__ void __launch_bounds__(Tile::kThreads, 1) attention_wgmma_kernel(cons
   uint32_t weights[kBlockN / 16][4];
   Softmax<T, Tile> softmax;
 
+  PipelineState<kStagesQ> q_state;
   const auto issue_scores = [&](int stage) {
     const uint64_t desc = desc_k + static_cast<unsigned>(stage) * (Tile::kBytesK / 16U);
+    const uint64_t desc_rows = desc_q + static_cast<unsigned>(q_state.stage) * (Tile::kBytesQ / 16U);
     wgmma_fence();
 #pragma unroll
-    for (int kk = 0; kk < kDim / 16; ++kk) {
-      Wgmma<T, kBlockN, false, false>::run(s, desc_q + (kk / 4 * kBlockM * 128 + kk % 4 * 32) / 16,
+    for (int kk = 0; kk < (kDim + 15) / 16; ++kk) {
+      Wgmma<T, kBlockN, false, false>::run(s, desc_rows + (kk / 4 * kBlockM * 128 + kk % 4 * 32) / 16,
                                            desc + (kk / 4 * kBlockN * 128 + kk % 4 * 32) / 16, kk != 0);
     }
     wgmma_commit();
@@ -433,18 +591,23 @@ __global__ void __launch_bounds__(Tile::kThreads, 1) attention_wgmma_kernel(cons
   };
 
   const int rows = static_cast<int>(p.q_len);
-  PipelineState<kStages> k_state, v_state;  // mask tiles go with k
-  uint32_t q_parity = 0;
-  for_each_item<Tile>(w, [&](const WgmmaItem& tile, const KeyBand& band) {
+  PipelineState<kStages> k_state, v_state, mask_state;
+  for_each_item<Tile>(w, [&](WgmmaItem tile, const KeyBand& band) {
     const int row0 = tile.row0 + warp_row + g;  // rows row0 and row0 + 8 of this thread
     softmax.reset();
 #pragma unroll
     for (int i = 0; i < kDim / 2; ++i) acc[i] = 0.0F;
 
     if (tile.first < tile.last) {
+      mbarrier_wait(barriers.q_full(q_state.stage), q_state.parity);
+      bool item_mask = mask_tiles;  // whether mask tiles come with the keys
+      if (keys_mask) {
+        item_mask = s_key_span[q_state.stage].clean == 0;
+        tile.clip(s_key_span[q_state.stage]);
+      }
       // Tiles within [all_first, all_last) are seen whole by every row of this warp: only the others need a check of each score.
       const int all_first = band.first(Tile::kSplit ? rows - 1 : min(tile.row0 + warp_row + 15, rows - 1));
-      const int all_last = Tile::kSplit ? min(band.last(0), tile.last) : band.last(min(tile.row0 + warp_row, rows - 1));
+      const int all_last = min(band.last(Tile::kSplit ? 0 : min(tile.row0 + warp_row, rows - 1)), tile.last);
       int first[2], last[2];
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
@@ -454,13 +617,14 @@ __global__ void __launch_bounds__(Tile::kThreads, 1) attention_wgmma_kernel(cons
         last[half] = min(band.last(i), tile.last) - 2 * t;
       }
 
-      // Scores of the tile at j0 to weights. `stage` is that of its mask.
-      const auto weigh = [&](int j0, int stage, uint32_t parity) {
+      // Scores of the tile at j0 to the state that turns them into weights.
+      const auto begin_softmax = [&](int j0) {
         float factor = Tile::kScores ? p.scale : w.a.p.scale;
         if constexpr (Tile::kScores) {
-          bool masked = rows_mask;
-          if (w.mask_tiles != MaskTiles::kNone) {
-            mbarrier_wait(barriers.mask_full(stage), parity);
+          bool masked = w.mask_tiles != MaskTiles::kNone && !keys_mask;
+          const int stage = mask_state.stage;
+          if (item_mask) {
+            mbarrier_wait(barriers.mask_full(stage), mask_state.parity);
             if (keys_mask) masked = s_keys_masked[stage] != 0;
           }
           if (w.scores || masked) {
@@ -472,7 +636,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 1) attention_wgmma_kernel(cons
               }
               factor = 1.0F;
             }
-            if (keys_mask) {
+            if (masked && keys_mask) {
               const uint32_t values = smem_address(&s_keys_mask[stage][2 * t]);
 #pragma unroll
               for (int n = 0; n < kBlockN / 8; ++n) {
@@ -509,15 +673,22 @@ __global__ void __launch_bounds__(Tile::kThreads, 1) attention_wgmma_kernel(cons
                   s[4 * n + 2 * half + 1] = (m & 0xff00U) != 0 ? s[4 * n + 2 * half + 1] * factor : -INFINITY;
                 }
               }
+            } else if (!Tile::kSplit && w.mask_tiles == MaskTiles::kRowsLoads) {
+              if (p.mask_dtype == DType::kBool) {
+                add_loaded_mask<uint8_t>(s, w, tile, row0, j0 + 2 * t, factor);
+              } else {
+                add_loaded_mask<T>(s, w, tile, row0, j0 + 2 * t, factor);
+              }
             } else {
 #pragma unroll
               for (int i = 0; i < kBlockN / 2; ++i) s[i] *= factor;
             }
             factor = 1.0F;
           }
-          if (w.mask_tiles != MaskTiles::kNone) {
+          if (item_mask) {
             __syncwarp();
             arrive(barriers.mask_empty(stage));
+            mask_state.advance();
           }
         }
         if (j0 < all_first || j0 + kBlockN > all_last) {
@@ -533,7 +704,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 1) attention_wgmma_kernel(cons
             }
           }
         }
-        softmax.update(s, factor);
+        softmax.begin(s, factor);
       };
       const auto pack_weights = [&] {
 #pragma unroll
@@ -543,59 +714,107 @@ __global__ void __launch_bounds__(Tile::kThreads, 1) attention_wgmma_kernel(cons
         }
       };
 
+      // Rows of this warpgroup see tiles [own_first, own_last) of the item. The others it only hands back.
+      int own_first = tile.first, own_last = tile.last;
+      if constexpr (!Tile::kSplit && Tile::kConsumers > 1) {
+        const int wg_row = tile.row0 + consumer_idx * 64;
+        if (wg_row < rows && (!Tile::kRests || consumer_idx * 64 < tile.rows)) {
+          own_first += max(0, band.first(wg_row) - tile.first) / kBlockN * kBlockN;
+          own_last = min(own_last, band.last(min(wg_row + 63, rows - 1)));
+        } else {
+          own_last = own_first;
+        }
+      }
+      const bool any = own_first < own_last;
+
       // Until k of the tile at j0 is there, if there is such a tile. In the mainloop it stands between the softmax and the wait
       // for the product with v: a branch, across which the compiler does not move that wait. Left to itself it waits for the
       // product before the softmax that should hide it.
       const auto wait_for_scores = [&](int j0) {
-        if (j0 < tile.last) mbarrier_wait(barriers.k_full(k_state.stage), k_state.parity);
+        if (j0 < own_last) mbarrier_wait(barriers.k_full(k_state.stage), k_state.parity);
       };
 
-      // Prologue: the first tile's weights.
-      mbarrier_wait(barriers.q_full(), q_parity);
-      q_parity ^= 1;
-      mbarrier_wait(barriers.k_full(k_state.stage), k_state.parity);
-      issue_scores(k_state.stage);
-      wgmma_wait<0>();
-      wgmma_pin(s);
-      arrive(barriers.k_empty(k_state.stage));
-      weigh(tile.first, k_state.stage, k_state.parity);
-      k_state.advance();
-      pack_weights();
-      wait_for_scores(tile.first + kBlockN);
-
-      // Mainloop: scores of the tile at j0, values of the one before.
-      for (int j0 = tile.first + kBlockN; j0 < tile.last; j0 += kBlockN) {
-        if constexpr (Tile::kConsumers > 1) named_barrier_sync(own_token, 256);
-        issue_scores(k_state.stage);
+      // Hands a tile back. Every warpgroup passes the token once for each tile but one, whether or not it multiplies.
+      int passes = any ? 0 : -1;
+      const auto skip = [&] {
+        mbarrier_wait(barriers.k_full(k_state.stage), k_state.parity);
+        arrive(barriers.k_empty(k_state.stage));
+        if (Tile::kScores && item_mask) {
+          mbarrier_wait(barriers.mask_full(mask_state.stage), mask_state.parity);
+          arrive(barriers.mask_empty(mask_state.stage));
+          mask_state.advance();
+        }
+        k_state.advance();
         mbarrier_wait(barriers.v_full(v_state.stage), v_state.parity);
-        issue_values(v_state.stage);
-        if constexpr (Tile::kConsumers > 1) named_barrier_arrive(next_token, 256);
-        wgmma_wait<1>();
+        arrive(barriers.v_empty(v_state.stage));
+        v_state.advance();
+        if (Tile::kConsumers > 1 && passes >= 0) {
+          named_barrier_sync(own_token, 256);
+          named_barrier_arrive(next_token, 256);
+        }
+        ++passes;
+      };
+      for (int j0 = tile.first; j0 < min(own_first, own_last); j0 += kBlockN) skip();
+
+      if (any) {
+        // Prologue: the first tile's weights.
+        mbarrier_wait(barriers.k_full(k_state.stage), k_state.parity);
+        issue_scores(k_state.stage);
+        wgmma_wait<0>();
         wgmma_pin(s);
         arrive(barriers.k_empty(k_state.stage));
-        weigh(j0, k_state.stage, k_state.parity);
+        begin_softmax(own_first);
+        softmax.template weigh<0, kBlockN / 2>(s);
+        softmax.end();
         k_state.advance();
-        wgmma_pin(s);
-        wait_for_scores(j0 + kBlockN);
+        pack_weights();
+        wait_for_scores(own_first + kBlockN);
+
+        // Mainloop: scores of the tile at j0, values of the one before.
+        for (int j0 = own_first + kBlockN; j0 < own_last; j0 += kBlockN) {
+          if constexpr (Tile::kConsumers > 1) named_barrier_sync(own_token, 256);
+          issue_scores(k_state.stage);
+          mbarrier_wait(barriers.v_full(v_state.stage), v_state.parity);
+          issue_values(v_state.stage);
+          if constexpr (Tile::kConsumers > 1) named_barrier_arrive(next_token, 256);
+          wgmma_wait<1>();
+          wgmma_pin(s);
+          arrive(barriers.k_empty(k_state.stage));
+          begin_softmax(j0);
+          k_state.advance();
+          constexpr int kBefore = Tile::kExponentialsLast ? kBlockN / 32 * 8 : kBlockN / 2;
+          softmax.template weigh<0, kBefore>(s);
+          wgmma_pin(s);
+          wait_for_scores(j0 + kBlockN);
+          wgmma_wait<0>();
+          wgmma_pin(acc);
+          arrive(barriers.v_empty(v_state.stage));
+          v_state.advance();
+          softmax.template weigh<kBefore, kBlockN / 2>(s);
+          softmax.end();
+          if (softmax.rescale) {
+#pragma unroll
+            for (int i = 0; i < kDim / 2; ++i) acc[i] *= softmax.correction[i / 2 % 2];
+          }
+          pack_weights();
+        }
+        arrive(barriers.q_empty(q_state.stage));
+        mbarrier_wait(barriers.v_full(v_state.stage), v_state.parity);
+        issue_values(v_state.stage);
         wgmma_wait<0>();
         wgmma_pin(acc);
         arrive(barriers.v_empty(v_state.stage));
         v_state.advance();
-#pragma unroll
-        for (int i = 0; i < kDim / 2; ++i) acc[i] *= softmax.correction[i / 2 % 2];
-        pack_weights();
+      } else {
+        arrive(barriers.q_empty(q_state.stage));
       }
-      arrive(barriers.q_empty());
-      mbarrier_wait(barriers.v_full(v_state.stage), v_state.parity);
-      issue_values(v_state.stage);
-      wgmma_wait<0>();
-      wgmma_pin(acc);
-      arrive(barriers.v_empty(v_state.stage));
-      v_state.advance();
+      q_state.advance();
+      const int own_end = any ? tile.first + (own_last - tile.first + kBlockN - 1) / kBlockN * kBlockN : own_first;
+      for (int j0 = own_end; j0 < tile.last; j0 += kBlockN) skip();
     }
 
     // Epilogue of a split: y and the softmax's state, to be merged.
-    if constexpr (Tile::kSplit) {
+    if (Tile::kSplit && w.a.splits > 1) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const int r = row0 + 8 * half;
@@ -615,14 +834,18 @@ __global__ void __launch_bounds__(Tile::kThreads, 1) attention_wgmma_kernel(cons
     }
 
     // Epilogue: y goes out of the registers in 16-byte chunks, four of a row at a time.
+    const auto head_of = [&](int r) { return Tile::kSplit ? tile.h + r / rows : tile.h; };
+    const auto query_of = [&](int r) { return Tile::kSplit ? r % rows : r; };
+    const int item_rows = Tile::kSplit ? rows * w.a.group : Tile::kRests ? min(rows, tile.row0 + tile.rows) : rows;
     unsigned spoilt[2];
-    T* const y = static_cast<T*>(p.y) + tile.b * p.y_strides.batch + tile.h * p.y_strides.head;
+    T* const y = static_cast<T*>(p.y) + tile.b * p.y_strides.batch;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const float sum = warp_sum<4>(softmax.sum[half]);
       const float inverse = sum == 0.0F ? 0.0F : 1.0F / sum;
       bool redo = isnan(sum) || softmax.is_spoilt(half);
-      const int i = row0 + 8 * half;
+      const int r_idx = row0 + 8 * half;
+      T* const y_row = y + head_of(r_idx) * p.y_strides.head + query_of(r_idx) * p.y_strides.seq;
 #pragma unroll
       for (int chunk = 0; chunk < kDim / 8; chunk += 4) {
         uint32_t r[4];
@@ -636,8 +859,8 @@ __global__ void __launch_bounds__(Tile::kThreads, 1) attention_wgmma_kernel(cons
         }
         transpose_quad(r, t);
         const int d = (chunk + t) * 8;
-        if (i < rows && d < p.v_head_dim) {
-          *reinterpret_cast<uint4*>(y + i * p.y_strides.seq + d) = make_uint4(r[0], r[1], r[2], r[3]);
+        if (r_idx < item_rows && d < p.v_head_dim) {
+          *reinterpret_cast<uint4*>(y_row + d) = make_uint4(r[0], r[1], r[2], r[3]);
         }
       }
       spoilt[half] = __ballot_sync(kFullWarp, redo);
@@ -646,9 +869,9 @@ __global__ void __launch_bounds__(Tile::kThreads, 1) attention_wgmma_kernel(cons
     if ((spoilt[0] | spoilt[1]) != 0) {
       __syncwarp();
       for (int r = 0; r < 16; ++r) {
-        const int i = tile.row0 + warp_row + r;
-        if (((r < 8 ? spoilt[0] : spoilt[1]) >> (4 * (r % 8)) & 0xf) != 0 && i < rows) {
-          attend_row_exactly_inline<T>(w.a, tile.b, tile.h, i, 0, p.v_head_dim);
+        const int r_idx = tile.row0 + warp_row + r;
+        if (((r < 8 ? spoilt[0] : spoilt[1]) >> (4 * (r % 8)) & 0xf) != 0 && r_idx < item_rows) {
+          attend_row_exactly_inline<T>(w.a, tile.b, head_of(r_idx), query_of(r_idx), 0, p.v_head_dim);
         }
       }
     }
@@ -677,13 +900,13 @@ bool mask_allows_tma(const AttentionParams& p) {
 }
 
 // Parts into which the keys of a split launch are cut: what gives the shortest longest list of tiles to a multiprocessor, if
-// an item costs one tile and a half more than its tiles.
+// an item costs one tile and a half more than its tiles, and merging as much.
 int wgmma_splits(const AttentionParams& p, const DeviceInfo& device, int64_t block_n) {
   const int64_t tiles = ceil_div(p.total_len(), block_n), heads = p.batch * p.kv_heads;
-  int best = 2;
+  int best = 1;
   int64_t best_cost = INT64_MAX;
-  for (int splits = 2; splits <= 128 && splits <= std::max<int64_t>(tiles, 2); ++splits) {
-    const int64_t cost = ceil_div(heads * splits, device.sm_count) * (2 * ceil_div(tiles, splits) + 3);
+  for (int splits = 1; splits <= 128 && splits <= tiles; ++splits) {
+    const int64_t cost = ceil_div(heads * splits, device.sm_count) * (2 * ceil_div(tiles, splits) + 3) + (splits > 1 ? 3 : 0);
     if (cost < best_cost) {
       best_cost = cost;
       best = splits;
@@ -692,14 +915,32 @@ int wgmma_splits(const AttentionParams& p, const DeviceInfo& device, int64_t blo
   return best;
 }
 
-template <class Tile>
-Status launch_wgmma_tile(const AttentionParams& params, const ExecContext& context) {
+template <class T, class Tile>
+Status launch_wgmma_typed(const AttentionParams& params, const ExecContext& context) {
   WgmmaLaunch w;
   const AttentionParams& p = params;
   const KeyTensors keys = key_tensors(p);
   w.a = make_attention_launch(p);
   w.a.tiles = ceil_div(p.q_len, Tile::kBlockM);
   w.items = static_cast<int>(w.a.tiles * p.heads * p.batch);
+  // The rows that whole tiles leave over, in items of 64, if that makes the longest list shorter; such an item takes half the
+  // time of a whole one.
+  if constexpr (Tile::kRests) {
+    w.whole_items = w.items;
+    w.whole_tiles = static_cast<int>(w.a.tiles);
+    if (!p.is_causal) {
+      const int whole_tiles = static_cast<int>(p.q_len / Tile::kBlockM);
+      const int64_t heads = p.heads * p.batch, whole_items = whole_tiles * heads;
+      const int64_t rests = ceil_div(p.q_len - whole_tiles * Tile::kBlockM, 64) * heads;
+      const int64_t sms = context.device->sm_count, rounds = ceil_div(whole_items, sms);
+      const int64_t left = std::max<int64_t>(0, rests - (rounds * sms - whole_items));
+      if (whole_items > 0 && 2 * rounds + ceil_div(left, sms) < 2 * ceil_div(w.items, sms)) {
+        w.whole_items = static_cast<int>(whole_items);
+        w.whole_tiles = whole_tiles;
+        w.items = static_cast<int>(whole_items + rests);
+      }
+    }
+  }
   w.q_bytes = Tile::kBytesQ;
   if constexpr (Tile::kSplit) {
     ORTPLUGINS_RETURN_IF_ERROR(split_launch(wgmma_splits(p, *context.device, Tile::kBlockN), context, &w.a));
@@ -712,55 +953,62 @@ Status launch_wgmma_tile(const AttentionParams& params, const ExecContext& conte
   const int64_t fitting = context.device->l2_bytes / 2 / (head_bytes > 0 ? head_bytes : 1);
   const int64_t heads = p.heads * p.batch;
   w.section_heads = static_cast<int>(fitting < 1 ? 1 : fitting < heads ? fitting : heads);
-  return dispatch_half(p.dtype, [&](auto tag) {
-    using T = typename decltype(tag)::type;
-    const auto encode = [&](CUtensorMap* map, const void* base, int64_t dim, int64_t len, int64_t tensor_heads, const AttentionStrides& s,
-                            int rows, int box_heads) {
-      const int64_t dims[4] = {dim, len, tensor_heads, p.batch};
-      const int64_t strides[4] = {1, s.seq, s.head, s.batch};
-      const int box[4] = {64, rows, box_heads, 1};
-      return encode_tensor_map(map, static_cast<const T*>(base), 4, dims, strides, box);
-    };
-    ORTPLUGINS_RETURN_IF_ERROR(encode(&w.q, p.q, p.head_dim, p.q_len, p.heads, p.q_strides,
-                                      Tile::kSplit ? static_cast<int>(p.q_len) : Tile::kBlockM, Tile::kSplit ? w.a.group : 1));
-    ORTPLUGINS_RETURN_IF_ERROR(encode(&w.k, keys.k, p.head_dim, p.total_len(), p.kv_heads, keys.k_strides, Tile::kBlockN, 1));
-    ORTPLUGINS_RETURN_IF_ERROR(encode(&w.v, keys.v, p.v_head_dim, p.total_len(), p.kv_heads, keys.v_strides, Tile::kBlockN, 1));
-    if (p.mask_dtype != DType::kNone) {
-      if (mask_is_keys(p)) {
-        w.mask_tiles = MaskTiles::kKeys;
-      } else {
-        w.mask_has_batch = p.mask_stride_batch != 0;
-        w.mask_has_head = p.mask_stride_head != 0;
-        const int64_t dims[4] = {p.mask_len, p.q_len, w.mask_has_head ? p.heads : 1, w.mask_has_batch ? p.batch : 1};
-        // A dimension of one still needs a stride; any multiple of 16 bytes.
-        const int64_t strides[4] = {1, p.mask_stride_seq, w.mask_has_head ? p.mask_stride_head : p.mask_stride_seq,
-                                    w.mask_has_batch ? p.mask_stride_batch : p.mask_stride_seq};
-        if (p.mask_dtype == DType::kBool) {
-          const int box[4] = {128, Tile::kBlockM, 1, 1};
-          w.mask_tiles = MaskTiles::kRowsBool;
-          ORTPLUGINS_RETURN_IF_ERROR(encode_tensor_map(&w.mask, static_cast<const uint8_t*>(p.mask), 4, dims, strides, box));
-        } else {
-          const int box[4] = {64, Tile::kBlockM, 1, 1};
-          w.mask_tiles = MaskTiles::kRows16;
-          ORTPLUGINS_RETURN_IF_ERROR(encode_tensor_map(&w.mask, static_cast<const T*>(p.mask), 4, dims, strides, box));
-        }
-      }
+  const auto encode = [&](CUtensorMap* map, const void* base, int64_t dim, int64_t len, int64_t tensor_heads, const AttentionStrides& s,
+                          int rows, int box_heads) {
+    const int64_t dims[4] = {dim, len, tensor_heads, p.batch};
+    const int64_t strides[4] = {1, s.seq, s.head, s.batch};
+    const int box[4] = {64, rows, box_heads, 1};
+    return encode_tensor_map(map, static_cast<const T*>(base), 4, dims, strides, box);
+  };
+  ORTPLUGINS_RETURN_IF_ERROR(encode(&w.q, p.q, p.head_dim, p.q_len, p.heads, p.q_strides,
+                                    Tile::kSplit ? static_cast<int>(p.q_len) : Tile::kBlockM, Tile::kSplit ? w.a.group : 1));
+  ORTPLUGINS_RETURN_IF_ERROR(encode(&w.k, keys.k, p.head_dim, p.total_len(), p.kv_heads, keys.k_strides, Tile::kBlockN, 1));
+  ORTPLUGINS_RETURN_IF_ERROR(encode(&w.v, keys.v, p.v_head_dim, p.total_len(), p.kv_heads, keys.v_strides, Tile::kBlockN, 1));
+  if (p.mask_dtype == DType::kNone) {
+    w.mask_tiles = MaskTiles::kNone;
+  } else if (mask_is_keys(p)) {
+    w.mask_tiles = MaskTiles::kKeys;
+  } else if (!mask_allows_tma(p)) {
+    w.mask_tiles = MaskTiles::kRowsLoads;
+  } else {
+    w.mask_has_batch = p.mask_stride_batch != 0;
+    w.mask_has_head = p.mask_stride_head != 0;
+    const int64_t dims[4] = {p.mask_len, p.q_len, w.mask_has_head ? p.heads : 1, w.mask_has_batch ? p.batch : 1};
+    // A dimension of one still needs a stride; any multiple of 16 bytes.
+    const int64_t strides[4] = {1, p.mask_stride_seq, w.mask_has_head ? p.mask_stride_head : p.mask_stride_seq,
+                                w.mask_has_batch ? p.mask_stride_batch : p.mask_stride_seq};
+    if (p.mask_dtype == DType::kBool) {
+      const int box[4] = {128, Tile::kBlockM, 1, 1};
+      w.mask_tiles = MaskTiles::kRowsBool;
+      ORTPLUGINS_RETURN_IF_ERROR(encode_tensor_map(&w.mask, static_cast<const uint8_t*>(p.mask), 4, dims, strides, box));
+    } else {
+      const int box[4] = {64, Tile::kBlockM, 1, 1};
+      w.mask_tiles = MaskTiles::kRows16;
+      ORTPLUGINS_RETURN_IF_ERROR(encode_tensor_map(&w.mask, static_cast<const T*>(p.mask), 4, dims, strides, box));
     }
-    static SmemLimit limit;
-    const auto kernel = attention_wgmma_kernel<T, Tile>;
-    ORTPLUGINS_RETURN_IF_ERROR(limit.raise(kernel, *context.device, Tile::kSmemBytes));
-    const int blocks = w.items < context.device->sm_count ? w.items : context.device->sm_count;
-    return launch("attention_wgmma_kernel", kernel, dim3(static_cast<unsigned>(blocks)), Tile::kThreads, Tile::kSmemBytes, context, w);
-  });
+  }
+  static SmemLimit limit;
+  const auto kernel = attention_wgmma_kernel<T, Tile>;
+  ORTPLUGINS_RETURN_IF_ERROR(limit.raise(kernel, *context.device, Tile::kSmemBytes));
+  const int most = context.device->sm_count * Tile::kBlocksPerSm;
+  const int blocks = w.items < most ? w.items : most;
+  return launch_with({1, true}, "attention_wgmma_kernel", kernel, dim3(static_cast<unsigned>(blocks)), Tile::kThreads,
+                     Tile::kSmemBytes, context, w);
 }
 
-template <class Plain, class Scores>
+template <class Tile>
+Status launch_wgmma_tile(const AttentionParams& params, const ExecContext& context) {
+  return dispatch_half(params.dtype, [&](auto tag) { return launch_wgmma_typed<typename decltype(tag)::type, Tile>(params, context); });
+}
+
+bool is_plain(const AttentionParams& p) { return p.mask_dtype == DType::kNone && p.softcap == 0.0F && p.scale > 0.0F; }
+
+template <class Plain, class Scores = Plain>
 Status launch_wgmma(const AttentionParams& params, const ExecContext& context) {
   bool done = false;
   ORTPLUGINS_RETURN_IF_ERROR(attention_prologue(params, context, &done));
   if (done) return {};
-  const bool plain = params.mask_dtype == DType::kNone && params.softcap == 0.0F && params.scale > 0.0F;
-  return plain ? launch_wgmma_tile<Plain>(params, context) : launch_wgmma_tile<Scores>(params, context);
+  return is_plain(params) ? launch_wgmma_tile<Plain>(params, context) : launch_wgmma_tile<Scores>(params, context);
 }
 
 // Smaller heads are padded: the copy engine brings zeros without reading them, and the products are not what limits it.
@@ -774,14 +1022,18 @@ bool attention_wgmma_supports(const AttentionParams& p, const DeviceInfo& device
   if (p.past_len > 0 && (p.present_k == nullptr || p.present_v == nullptr)) return false;
   constexpr int64_t kMost = int64_t{1} << 30;
   if (p.total_len() > kMaxAttentionLen || p.q_len > kMaxAttentionLen || p.batch > kMost || p.heads > kMost) return false;
+  if (p.mask_dtype != DType::kNone && !mask_is_keys(p) && p.mask_stride_key != 1) return false;
   if (p.batch * p.heads > kMost || p.batch * p.heads * ceil_div(p.q_len, 64) > kMost) return false;
   const KeyTensors keys = key_tensors(p);
   if (!rows_in_packs(p.q, p.q_strides, p.head_dim, 2) || !rows_in_packs(keys.k, keys.k_strides, p.head_dim, 2) ||
       !rows_in_packs(keys.v, keys.v_strides, p.v_head_dim, 2) || !rows_in_packs(p.y, p.y_strides, p.v_head_dim, 2)) {
     return false;
   }
-  if (p.mask_dtype != DType::kNone && !mask_is_keys(p) && !mask_allows_tma(p)) return false;
   return tensor_map_encoder() != nullptr;
+}
+
+bool attention_wgmma_supports_plain(const AttentionParams& p, const DeviceInfo& device, int64_t dim) {
+  return is_plain(p) && attention_wgmma_supports(p, device, dim);
 }
 
 // A key's mask must be the same for all rows of a tile: those of a group of heads.
@@ -801,33 +1053,42 @@ Status launch_attention_wgmma_split(const AttentionParams& params, const ExecCon
   AttentionLaunch a = make_attention_launch(params);
   ORTPLUGINS_RETURN_IF_ERROR(split_launch(wgmma_splits(params, *context.device, SplitTile::kBlockN), context, &a));
   ORTPLUGINS_RETURN_IF_ERROR(launch_wgmma_tile<SplitTile>(params, context));
-  return launch_attention_merge(a, context);
+  return a.splits > 1 ? launch_attention_merge(a, context) : Status{};
 }
 
 // Keys of a tile: as many as registers and shared memory allow, 128 where they allow it. A mask takes shared memory too.
-Status launch_attention_wgmma_192x48(const AttentionParams& params, const ExecContext& context) {
-  return launch_wgmma<WgmmaTile<48, 128, 3, 2, false>, WgmmaTile<48, 128, 3, 2, true>>(params, context);
+Status launch_attention_wgmma_256x40(const AttentionParams& params, const ExecContext& context) {
+  return launch_wgmma<WgmmaTile<40, 64, 4, 4>>(params, context);
 }
-Status launch_attention_wgmma_192x64(const AttentionParams& params, const ExecContext& context) {
-  return launch_wgmma<WgmmaTile<64, 128, 3, 2, false>, WgmmaTile<64, 128, 3, 2, true>>(params, context);
+Status launch_attention_wgmma_256x64(const AttentionParams& params, const ExecContext& context) {
+  return launch_wgmma<WgmmaTile<64, 64, 4, 4>>(params, context);
+}
+Status launch_attention_wgmma_256x72(const AttentionParams& params, const ExecContext& context) {
+  return launch_wgmma<WgmmaTile<72, 64, 4, 4>>(params, context);
+}
+Status launch_attention_wgmma_64x64(const AttentionParams& params, const ExecContext& context) {
+  return launch_wgmma<WgmmaTile<64, 64, 1, 2>, WgmmaTile<64, 64, 1, 2, true>>(params, context);
 }
 Status launch_attention_wgmma_64(const AttentionParams& params, const ExecContext& context) {
-  return launch_wgmma<WgmmaTile<64, 128, 2, 2, false>, WgmmaTile<64, 128, 2, 2, true>>(params, context);
+  return launch_wgmma<WgmmaTile<64, 128, 2, 2>, WgmmaTile<64, 128, 2, 2, true>>(params, context);
+}
+Status launch_attention_wgmma_192x80(const AttentionParams& params, const ExecContext& context) {
+  return launch_wgmma<WgmmaTile<80, 112, 3, 2>>(params, context);
 }
 Status launch_attention_wgmma_80(const AttentionParams& params, const ExecContext& context) {
-  return launch_wgmma<WgmmaTile<80, 128, 2, 2, false>, WgmmaTile<80, 128, 2, 2, true>>(params, context);
+  return launch_wgmma<WgmmaTile<80, 128, 2, 2>, WgmmaTile<80, 128, 2, 2, true>>(params, context);
 }
 Status launch_attention_wgmma_96(const AttentionParams& params, const ExecContext& context) {
-  return launch_wgmma<WgmmaTile<96, 128, 2, 2, false>, WgmmaTile<96, 128, 2, 2, true>>(params, context);
+  return launch_wgmma<WgmmaTile<96, 128, 2, 2>, WgmmaTile<96, 128, 2, 2, true>>(params, context);
 }
 Status launch_attention_wgmma_128(const AttentionParams& params, const ExecContext& context) {
-  return launch_wgmma<WgmmaTile<128, 128, 2, 2, false>, WgmmaTile<128, 128, 2, 2, true>>(params, context);
+  return launch_wgmma<WgmmaTile<128, 128, 2, 2>, WgmmaTile<128, 128, 2, 2, true>>(params, context);
 }
 Status launch_attention_wgmma_192(const AttentionParams& params, const ExecContext& context) {
-  return launch_wgmma<WgmmaTile<192, 96, 2, 2, false>, WgmmaTile<192, 64, 2, 2, true>>(params, context);
+  return launch_wgmma<WgmmaTile<192, 96, 2, 2>, WgmmaTile<192, 64, 2, 2, true>>(params, context);
 }
 Status launch_attention_wgmma_256(const AttentionParams& params, const ExecContext& context) {
-  return launch_wgmma<WgmmaTile<256, 80, 2, 2, false>, WgmmaTile<256, 64, 2, 2, true>>(params, context);
+  return launch_wgmma<WgmmaTile<256, 80, 2, 2>, WgmmaTile<256, 48, 2, 2, true>>(params, context);
 }
 
 }  // namespace ortplugins

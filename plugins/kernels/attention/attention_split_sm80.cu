@@ -18,7 +18,7 @@ template <int kDim, int kWarps, int kStages>
 constexpr int kSplitSmemBytes = kBlockM * kDim * 2 + kWarps * kStages * 2 * kWarpN * kDim * 2;
 
 template <class T, int kDim, int kWarps, int kStages>
-__global__ void __launch_bounds__(kWarps * 32) attention_split_kernel(const __grid_constant__ AttentionLaunch a) {
+__global__ void __launch_bounds__(kWarps * 32, 2) attention_split_kernel(const __grid_constant__ AttentionLaunch a) {
   constexpr int kTileBytes = kWarpN * kDim * 2;
   constexpr int kThreads = kWarps * 32;
   static_assert(kStages * 2 * kTileBytes >= kBlockM * kDim * 4, "a warp's part of y takes the place of its tiles");

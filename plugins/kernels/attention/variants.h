@@ -32,12 +32,16 @@ Status launch_attention_mma_256(const AttentionParams& params, const ExecContext
 #endif
 #if ORTPLUGINS_WITH_SM90A
 bool attention_wgmma_supports(const AttentionParams& params, const DeviceInfo& device, int64_t dim);  // heads of at most `dim`
+bool attention_wgmma_supports_plain(const AttentionParams& params, const DeviceInfo& device, int64_t dim);  // and no masks
 bool attention_wgmma_split_supports(const AttentionParams& params, const DeviceInfo& device);
 int64_t attention_wgmma_split_workspace(const AttentionParams& params, const DeviceInfo& device);
 Status launch_attention_wgmma_split(const AttentionParams& params, const ExecContext& context);
-Status launch_attention_wgmma_192x48(const AttentionParams& params, const ExecContext& context);
-Status launch_attention_wgmma_192x64(const AttentionParams& params, const ExecContext& context);
+Status launch_attention_wgmma_256x40(const AttentionParams& params, const ExecContext& context);
+Status launch_attention_wgmma_256x64(const AttentionParams& params, const ExecContext& context);
+Status launch_attention_wgmma_256x72(const AttentionParams& params, const ExecContext& context);
+Status launch_attention_wgmma_64x64(const AttentionParams& params, const ExecContext& context);
 Status launch_attention_wgmma_64(const AttentionParams& params, const ExecContext& context);
+Status launch_attention_wgmma_192x80(const AttentionParams& params, const ExecContext& context);
 Status launch_attention_wgmma_80(const AttentionParams& params, const ExecContext& context);
 Status launch_attention_wgmma_96(const AttentionParams& params, const ExecContext& context);
 Status launch_attention_wgmma_128(const AttentionParams& params, const ExecContext& context);
