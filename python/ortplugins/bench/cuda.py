@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 import time
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -449,7 +450,9 @@ def add_rivals(contenders: dict[str, Any], side: Any, job: Job, sets: Sequence[t
     rivals = [side.rivals(job, i, o) for i, o in sets]
     for name in rivals[0]:
         try:
-            contenders[name] = Captured([r[name] for r in rivals])
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # why a backend of torch refuses
+                contenders[name] = Captured([r[name] for r in rivals])
         except RuntimeError:
             torch.cuda.synchronize()
 

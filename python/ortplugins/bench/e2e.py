@@ -135,7 +135,7 @@ def _Positional(torch: Any, model: Any) -> Any:
 
 
 def _optimize(layers: int, folder: Path) -> None:
-    """Writes what ONNX Runtime's transformers optimizer makes of the model, in float32 and in float16.
+    """Writes what ONNX Runtime's transformers optimizer makes of the model.
 
     It recognises attention in the eager form only: it is given that.
     """
@@ -153,8 +153,15 @@ def _optimize(layers: int, folder: Path) -> None:
         optimization_options=FusionOptions("bert"),
     )
     onnx.save(result.model, folder / "optimized.float32.onnx")
-    result.convert_float_to_float16(keep_io_types=False)
-    onnx.save(result.model, folder / "optimized.float16.onnx")
+
+
+def _to_float16(source: Path, target: Path) -> None:
+    """A float32 model in float16, by ONNX Runtime's tool: the exporter's own float16 graphs do not load everywhere."""
+    from onnxruntime.transformers.float16 import convert_float_to_float16
+
+    # ONNX's shape inference does not know the optimizer's operators; it is only needed for types that stay.
+    model = convert_float_to_float16(onnx.load(source), keep_io_types=False, disable_shape_infer=True)
+    onnx.save(model, target)
 
 
 def _session(model: onnx.ModelProto | Path) -> tuple[Any, bool]:
@@ -227,13 +234,6 @@ def _records(
     return records
 
 
-def _to_float16(source: Path, target: Path) -> None:
-    """A float32 model in float16, by ONNX Runtime's tool: the exporter's own float16 graphs do not load everywhere."""
-    from onnxruntime.transformers.float16 import convert_float_to_float16
-
-    onnx.save(convert_float_to_float16(onnx.load(source), keep_io_types=False), target)
-
-
 def _contenders_cuda(folder: Path, dtype: str) -> list[Contender]:
     path = folder / f"{dtype}.onnx"
     contenders = []
@@ -249,11 +249,12 @@ def _contenders_cuda(folder: Path, dtype: str) -> list[Contender]:
 
 def _run_cuda(min_seconds: float, layers: int, shapes: Sequence[tuple[int, int]], progress: Progress) -> list[Record]:
     records = []
-    # The optimizer takes half of the time that making the models takes: it has a process of its own.
+    # Making the models takes longer than measuring them: the optimizer and its conversion have a process of their own.
     with tempfile.TemporaryDirectory() as name, ProcessPoolExecutor(1, get_context("spawn")) as process:
         progress("making the models", 0.0)
         folder = Path(name)
         optimizing = process.submit(_optimize, layers, folder)
+        converting = process.submit(_to_float16, folder / "optimized.float32.onnx", folder / "optimized.float16.onnx")
         bert = Bert(layers)
         bert.export(folder / "float32.onnx", "sdpa")
         _to_float16(folder / "float32.onnx", folder / "float16.onnx")
@@ -261,6 +262,7 @@ def _run_cuda(min_seconds: float, layers: int, shapes: Sequence[tuple[int, int]]
         for i, dtype in enumerate(("float32", "float16")):  # in this order: the second rounds the weights
             progress(f"{dtype}: starting sessions", i / 2)
             contenders = _contenders_cuda(folder, dtype)
+            converting.result()  # nothing else may run while something is timed
             for j, shape in enumerate(shapes):
                 progress(f"{dtype} {shape[0]}x{shape[1]}", (i + (j + 1) / (len(shapes) + 1)) / 2)
                 feeds = _feeds(*shape)
