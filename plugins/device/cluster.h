@@ -35,6 +35,25 @@ __device__ __forceinline__ void cluster_wait() {
 #endif
 }
 
+// The address in block `rank` of what lies at `smem` here, and four floats from such an address. The block must have started
+// and must not have ended.
+__device__ __forceinline__ uint32_t cluster_address(uint32_t smem, uint32_t rank) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;\n" : "=r"(smem) : "r"(smem), "r"(rank));
+#endif
+  return smem;
+}
+__device__ __forceinline__ float4 load_cluster(uint32_t address) {
+  float4 v = make_float4(0.0F, 0.0F, 0.0F, 0.0F);
+#if __CUDA_ARCH__ >= 900
+  asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];\n"
+               : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
+               : "r"(address)
+               : "memory");
+#endif
+  return v;
+}
+
 // Writes two floats to where `p` lies in the shared memory of the block of that rank, which must have started and must
 // not have ended.
 __device__ __forceinline__ void store_to_block(float* p, int rank, float a, float b) {

@@ -31,6 +31,10 @@ __device__ __forceinline__ void mbarrier_arrive(uint32_t barrier) {
 __device__ __forceinline__ void mbarrier_arrive_expect(uint32_t barrier, int bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;\n" ::"r"(barrier), "r"(bytes) : "memory");
 }
+// Arrives once all cp.async copies that this thread has issued have landed; it is counted in from the start.
+__device__ __forceinline__ void mbarrier_arrive_after_copies(uint32_t barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];\n" ::"r"(barrier) : "memory");
+}
 // Waits for the end of the phase of this parity; a new barrier is in phase 0, and the phase before it counts as over.
 __device__ __forceinline__ void mbarrier_wait(uint32_t barrier, uint32_t parity) {
   uint32_t done = 0;
@@ -111,20 +115,6 @@ __device__ __forceinline__ void cluster_sync() {
 // The same without the order of memory, which costs a membar.gpu: after fence_barrier_init, and before a block ends.
 __device__ __forceinline__ void cluster_sync_relaxed() {
   asm volatile("barrier.cluster.arrive.relaxed.aligned;\nbarrier.cluster.wait.aligned;\n" ::: "memory");
-}
-// The address in block `rank` of what lies at `smem` here.
-__device__ __forceinline__ uint32_t cluster_address(uint32_t smem, uint32_t rank) {
-  uint32_t address;
-  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;\n" : "=r"(address) : "r"(smem), "r"(rank));
-  return address;
-}
-__device__ __forceinline__ float4 load_cluster(uint32_t address) {
-  float4 v;
-  asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];\n"
-               : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
-               : "r"(address)
-               : "memory");
-  return v;
 }
 // Arrives at a barrier of a block of the cluster, by its address there. No scope is named: .release.cluster would cost a
 // membar.gpu, and what must be ordered before, reads by wgmma, is so by waiting for them.

@@ -22,15 +22,12 @@ void pack_gemm_b_cpu_generic(const void* b, DType dtype, bool trans, int64_t bat
 Status launch_gemm_sm80_mma(const GemmParams& params, const ExecContext& context);
 Status launch_gemm_sm80_tf32(const GemmParams& params, const ExecContext& context);
 Status launch_gemm_sm80_tf32x3(const GemmParams& params, const ExecContext& context);
-Status launch_gemm_simt_256x128(const GemmParams& params, const ExecContext& context);
-Status launch_gemm_simt_128x128(const GemmParams& params, const ExecContext& context);
-Status launch_gemm_simt_split(const GemmParams& params, const ExecContext& context);
-int gemm_simt_split_parts(const GemmParams& params, const DeviceInfo& device);  // of k; 1 where y has tiles enough
-int64_t gemm_simt_split_workspace_bytes(const GemmParams& params, const DeviceInfo& device);
+Status launch_gemm_simt_128x64(const GemmParams& params, const ExecContext& context);
 Status launch_gemm_simt_64x64(const GemmParams& params, const ExecContext& context);
 #endif
 
 #if ORTPLUGINS_WITH_SM90A
+Status launch_gemm_sm90a_simt(const GemmParams& params, const ExecContext& context);
 Status launch_gemm_sm90a_skinny(const GemmParams& params, const ExecContext& context);
 Status launch_gemm_sm90a_128x192(const GemmParams& params, const ExecContext& context);
 Status launch_gemm_sm90a_128x256(const GemmParams& params, const ExecContext& context);
