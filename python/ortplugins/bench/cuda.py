@@ -73,7 +73,7 @@ def _copy(out: torch.Tensor, x: torch.Tensor) -> object:
 
 
 class Softmax:
-    """Rows of every length class, from a warp to many blocks a row."""
+    """Rows of every length class, from a warp to many blocks a row; of odd lengths 64 MiB or more in every type."""
 
     SHAPES = (
         (16384, 128),
@@ -82,13 +82,13 @@ class Softmax:
         (2048, 32768),
         (64, 131072),
         (1, 1048576),
-        (16384, 1000),
-        (16384, 1536),
-        (8192, 3000),
+        (65536, 1000),
+        (32768, 1536),
+        (16384, 3000),
         (8192, 5000),
-        (2048, 12345),
-        (512, 50257),
-        (128, 151936),
+        (4096, 12345),
+        (1024, 50257),
+        (512, 151936),
     )
 
     @classmethod
