@@ -43,7 +43,7 @@ struct WgmmaLaunch {
   int whole_tiles = 0;      // of a head; from item whole_items on come its other rows, 64 at a time
   int whole_items = 0;
   int q_bytes = 0;          // of a tile of q
-  int section_heads = 0;    // heads (of all sequences) whose keys and values fit in L2 together
+  int section_heads = 1;    // heads (of all sequences) whose items are dealt out together under a causal mask
 };
 
 // All numbers of a variant. kScores: masks, softcap and any scale; without, a product only takes a positive factor. kSplit:
@@ -76,6 +76,7 @@ struct WgmmaTile {
                                             : kConsumers == 3 ? 160
                                             : kConsumers == 2 ? (kScores ? 224 : 240)
                                                               : (kScores ? 200 : 136);
+  static_assert(kSplit || kBlocksPerSm * 128 * (kProducerRegisters + kConsumers * kConsumerRegisters) <= 64 * 1024);
   static_assert(!kScores || kConsumers <= 2, "not enough registers");
 
   // Half of the exponentials after the product with v: what follows it, rescaling and packing, then overlaps with them.
@@ -102,8 +103,8 @@ struct WgmmaBarriers {
 };
 
 // Item of this block in a round, -1 past the end; items count tiles fastest, then heads and sequences. Under a causal mask
-// their lengths differ: within a section of heads that share L2 the longest come first, and every other round runs
-// backwards, so that a block which got the longest of one round gets the shortest of the next.
+// their lengths differ: within a section of heads the longest come first, and every other round runs backwards, so that a
+// block which got the longest of one round gets the shortest of the next.
 __device__ __forceinline__ int wgmma_item(const WgmmaLaunch& w, int round) {
   const int grid = static_cast<int>(gridDim.x), block = static_cast<int>(blockIdx.x);
   if (!w.a.p.is_causal) {
@@ -915,6 +916,23 @@ int wgmma_splits(const AttentionParams& p, const DeviceInfo& device, int64_t blo
   return best;
 }
 
+// Heads of a section under a causal mask, see wgmma_item; at least 1. Blocks get equal shares if a section is a whole number
+// of pairs of rounds, or nearly so, and the last one is nearly full; or if there is one section only. Other sections leave
+// some blocks with 10 to 30 % more than their share. As blocks that share a head read its keys at the same time, they need
+// not fit in L2 while there are two blocks and more for each head; beyond, `fitting` heads do.
+int wgmma_section_heads(int heads, int tiles, int blocks, int fitting) {
+  const int pair = 2 * blocks;
+  const int most = blocks / 2;
+  for (int section = (pair + tiles - 1) / tiles; section < heads && section <= most; ++section) {
+    const int misfit = std::min(section * tiles % pair, pair - section * tiles % pair);
+    if (misfit * 32 > pair) continue;
+    const int last = heads % section;
+    const int64_t drift = static_cast<int64_t>(misfit) * ((heads - 1) / section);
+    if (drift * 32 <= pair && (last == 0 || last * 8 >= section * 7)) return section;
+  }
+  return heads <= most ? heads : fitting;
+}
+
 template <class T, class Tile>
 Status launch_wgmma_typed(const AttentionParams& params, const ExecContext& context) {
   WgmmaLaunch w;
@@ -952,7 +970,12 @@ Status launch_wgmma_typed(const AttentionParams& params, const ExecContext& cont
   const int64_t head_bytes = p.total_len() * (p.head_dim + p.v_head_dim) * 2 / w.a.group;
   const int64_t fitting = context.device->l2_bytes / 2 / (head_bytes > 0 ? head_bytes : 1);
   const int64_t heads = p.heads * p.batch;
-  w.section_heads = static_cast<int>(fitting < 1 ? 1 : fitting < heads ? fitting : heads);
+  const int most = context.device->sm_count * Tile::kBlocksPerSm;
+  const int blocks = w.items < most ? w.items : most;
+  if (p.is_causal && !Tile::kSplit && w.items > 0) {
+    w.section_heads = wgmma_section_heads(static_cast<int>(heads), static_cast<int>(w.a.tiles), blocks,
+                                          static_cast<int>(std::clamp<int64_t>(fitting, 1, heads)));
+  }
   const auto encode = [&](CUtensorMap* map, const void* base, int64_t dim, int64_t len, int64_t tensor_heads, const AttentionStrides& s,
                           int rows, int box_heads) {
     const int64_t dims[4] = {dim, len, tensor_heads, p.batch};
@@ -990,8 +1013,6 @@ Status launch_wgmma_typed(const AttentionParams& params, const ExecContext& cont
   static SmemLimit limit;
   const auto kernel = attention_wgmma_kernel<T, Tile>;
   ORTPLUGINS_RETURN_IF_ERROR(limit.raise(kernel, *context.device, Tile::kSmemBytes));
-  const int most = context.device->sm_count * Tile::kBlocksPerSm;
-  const int blocks = w.items < most ? w.items : most;
   return launch_with({1, true}, "attention_wgmma_kernel", kernel, dim3(static_cast<unsigned>(blocks)), Tile::kThreads,
                      Tile::kSmemBytes, context, w);
 }
