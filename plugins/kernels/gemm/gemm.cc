@@ -124,17 +124,24 @@ bool supports_wgmma(const GemmParams& p, const DeviceInfo& device) {
   const auto aligned = [](const void* x, int64_t ld) { return reinterpret_cast<uintptr_t>(x) % 16 == 0 && ld % 8 == 0; };
   return device.sm == 90 && p.dtype != DType::kFloat32 && fits_tma(p) && aligned(p.a, p.lda) && aligned(p.b, p.ldb);
 }
+// The same for float32 as it is, in the one layout that is needed: constant weights are stored (k, n). Four columns of y at a time.
+bool supports_wgmma_float(const GemmParams& p, const DeviceInfo& device) {
+  const auto aligned = [](const void* x, int64_t ld) { return reinterpret_cast<uintptr_t>(x) % 16 == 0 && ld % 4 == 0; };
+  return device.sm == 90 && fits_tma(p) && !p.trans_a && !p.trans_b && aligned(p.a, p.lda) && aligned(p.b, p.ldb) && aligned(p.y, p.n) &&
+         aligned(p.residual, p.n) && (p.bias == nullptr || p.bias_stride_m == 0);
+}
+bool supports_wgmma_tf32(const GemmParams& p, const DeviceInfo& device) { return supports_tf32(p, device) && supports_wgmma_float(p, device); }
+bool supports_wgmma_tf32x3(const GemmParams& p, const DeviceInfo& device) { return supports_tf32x3(p, device) && supports_wgmma_float(p, device); }
 bool supports_scaled_tf32x3(const GemmParams& p, const DeviceInfo& device) { return device.sm == 90 && supports_tf32x3(p, device) && fits_tma(p); }
 bool supports_scaled_tf32(const GemmParams& p, const DeviceInfo& device) { return device.sm == 90 && supports_tf32(p, device) && fits_tma(p); }
 
 bool supports_sm90_float(const GemmParams& p, const DeviceInfo& device) { return device.sm == 90 && p.dtype == DType::kFloat32; }
 
-// Rows of b that are read in 16-byte pieces, once, with all rows of a at hand; float32 b only as it is multiplied.
+// TMA brings b once, and all rows of a with it.
 bool supports_skinny(const GemmParams& p, const DeviceInfo& device) {
   const int64_t pack = 16 / static_cast<int64_t>(size_of(p.dtype));
   const auto aligned = [pack](const void* x, int64_t ld) { return reinterpret_cast<uintptr_t>(x) % 16 == 0 && ld % pack == 0; };
-  return device.sm == 90 && p.m <= 16 && p.k > 0 && p.batch == 1 && p.batch_rank == 0 && !p.trans_a && p.n < (int64_t{1} << 31) &&
-         !(p.trans_b && p.dtype == DType::kFloat32) && aligned(p.a, p.lda) && aligned(p.b, p.ldb);
+  return device.sm == 90 && p.m <= 16 && p.batch == 1 && fits_tma(p) && !p.trans_a && aligned(p.a, p.lda) && aligned(p.b, p.ldb);
 }
 
 // Cycles of a wide tile: a step of k takes 4 for each column, 3 % more where the tile is narrower and reads L2 more often;
@@ -144,32 +151,45 @@ double wide_cycles(const GemmParams& p, const DeviceInfo& device, int64_t block_
   const double step = 4.0 * static_cast<double>(block_n) * (block_n < 256 ? 1.03 : 1.0);
   return static_cast<double>((pairs + at_once - 1) / at_once) * (static_cast<double>((p.k + 63) / 64) * step + 12.0 * static_cast<double>(block_n));
 }
-// Wide tiles, while half of the multiprocessors or more have one; else 128 x 128, which also splits k. With a short k there is
-// little to split, and 192 columns stay ahead down to a quarter. H200, float16, us, 128 x 256, 128 x 192 and 128 x 128:
-// 4096 x 4096 x 4096 183, 208, 230; 4096 x 2304 x 768 32, 26, 38; 1024 x 3072 x 768 18, 15, 19; 1024 x 768 x 768 15, 12, 14;
-// 1024 x 768 x 3072 35, 28, 21.
-bool suits_wide(const GemmParams& p, const DeviceInfo& device, int64_t block_n, int64_t share) {
-  return p.m > 128 && p.n > 128 && 2 * share * tiles(p, 256, block_n) >= device.sm_count;  // small products would leave tiles empty
+// Wide tiles, while half of the multiprocessors or more have one. H200, float16 with gelu, us, 128 x 256, 128 x 192, 128 x 128,
+// 64 x 64: 4096 x 4096 x 4096 183, 208, -, -; 4096 x 2304 x 768 46, 36, -, -; 1024 x 2304 x 768 17, 13, 19, 16;
+// 1024 x 1024 x 1024 14, 11, 9, 9; 1024 x 768 x 3072 36, 28, 14, 15; 1024 x 768 x 768 16, 12, 8, 7; 128 x 768 x 768 15, 12, 7, 4.
+bool suits_wide(const GemmParams& p, const DeviceInfo& device, int64_t block_n) {
+  return p.m > 128 && p.n > 128 && 4 * tiles(p, 256, block_n) >= device.sm_count;  // small products would leave tiles empty
 }
-bool suits_256(const GemmParams& p, const DeviceInfo& device) {
-  return suits_wide(p, device, 256, 2) && wide_cycles(p, device, 256) <= wide_cycles(p, device, 192);
-}
-bool suits_192(const GemmParams& p, const DeviceInfo& device) { return suits_wide(p, device, 192, p.k <= 1024 ? 5 : 2); }
+bool suits_256(const GemmParams& p, const DeviceInfo& device) { return suits_wide(p, device, 256) && wide_cycles(p, device, 256) <= wide_cycles(p, device, 192); }
+bool suits_192(const GemmParams& p, const DeviceInfo& device) { return suits_wide(p, device, 192); }
+// Tiles of 64 x 64 fill the GPU and have short prologues and epilogues, but read each operand twice as often as 128 x 128: up
+// to about 30 steps of k on each multiprocessor.
+bool suits_64(const GemmParams& p, const DeviceInfo& device) { return tiles(p, 64, 64) * ((p.k + 63) / 64) <= 32 * device.sm_count; }
+double products(const GemmParams& p) { return static_cast<double>(p.m) * static_cast<double>(p.n) * static_cast<double>(p.k) * static_cast<double>(p.batch); }
 // Five launches and the scaling of both operands, against mma.sync at a quarter of the rate: 128 x 768 x 768 31 us and 98 us,
 // 4096 x 4096 x 4096 715 us and 3904 us.
-bool suits_scaled(const GemmParams& p, const DeviceInfo&) {
-  return (p.m > 64 || p.n > 64) && static_cast<double>(p.m) * static_cast<double>(p.n) * static_cast<double>(p.k) * static_cast<double>(p.batch) >= 1 << 24;
+bool suits_scaled(const GemmParams& p, const DeviceInfo&) { return (p.m > 64 || p.n > 64) && products(p) >= 1 << 24; }
+// wgmma in tf32 needs one launch, but for three products six times the tensor core's time. H200, us: 1024 x 768 x 768 32 and 30,
+// 1024 x 1024 x 1024 34 and 36, 1024 x 3072 x 768 57 and 93, 128 x 768 x 3072 65 and 23.
+bool suits_scaled_tf32x3(const GemmParams& p, const DeviceInfo& device) {
+  return suits_scaled(p, device) && (products(p) >= 1e9 || !supports_wgmma_tf32x3(p, device));
+}
+// For one product twice the time, and half of shared memory's bandwidth for each operand; large cubes are worth the scaling.
+// 4096 x 4096 x 4096 337 and 425, 2048 x 2048 x 2048 63 and 57, 16384 x 3072 x 768 334 and 321, 4096 x 768 x 3072 98 and 76.
+bool suits_scaled_tf32(const GemmParams& p, const DeviceInfo& device) {
+  const bool large = p.k >= 2048 && p.m * p.n >= 2000 * (p.m + p.n);
+  return suits_scaled(p, device) && (large || !supports_wgmma_tf32(p, device));
 }
 #endif
 
 constexpr Variant<GemmParams> kGemmVariants[] = {
 #if ORTPLUGINS_WITH_SM90A
-    {112, "sm90a_skinny_16x64", DeviceKind::kCuda, supports_skinny, launch_gemm_sm90a_skinny},
+    {112, "sm90a_stream_16x64x64_s2", DeviceKind::kCuda, supports_skinny, launch_gemm_sm90a_skinny},
     {109, "sm90a_wgmma_128x256x64_s4", DeviceKind::kCuda, supports_wgmma, launch_gemm_sm90a_128x256, nullptr, suits_256},
     {111, "sm90a_wgmma_128x192x64_s4", DeviceKind::kCuda, supports_wgmma, launch_gemm_sm90a_128x192, nullptr, suits_192},
-    {108, "sm90a_wgmma_128x128x64_s3", DeviceKind::kCuda, supports_wgmma, launch_gemm_sm90a_128x128},
-    {107, "sm90a_fp16x3_128x128x64_s3", DeviceKind::kCuda, supports_scaled_tf32x3, launch_gemm_sm90a_fp16x3, gemm_sm90a_fp16x3_workspace_bytes, suits_scaled},
-    {106, "sm90a_fp16_128x256x64_s4", DeviceKind::kCuda, supports_scaled_tf32, launch_gemm_sm90a_fp16, gemm_sm90a_fp16_workspace_bytes, suits_scaled},
+    {117, "sm90a_wgmma_64x64x64", DeviceKind::kCuda, supports_wgmma, launch_gemm_sm90a_split_64x64, nullptr, suits_64},
+    {116, "sm90a_wgmma_128x128x64", DeviceKind::kCuda, supports_wgmma, launch_gemm_sm90a_split_128x128},
+    {107, "sm90a_fp16x3_128x128x64_s3", DeviceKind::kCuda, supports_scaled_tf32x3, launch_gemm_sm90a_fp16x3, gemm_sm90a_fp16x3_workspace_bytes, suits_scaled_tf32x3},
+    {106, "sm90a_fp16_128x256x64_s4", DeviceKind::kCuda, supports_scaled_tf32, launch_gemm_sm90a_fp16, gemm_sm90a_fp16_workspace_bytes, suits_scaled_tf32},
+    {115, "sm90a_tf32x3_64x128x32", DeviceKind::kCuda, supports_wgmma_tf32x3, launch_gemm_sm90a_tf32x3},
+    {114, "sm90a_tf32_128x128x32", DeviceKind::kCuda, supports_wgmma_tf32, launch_gemm_sm90a_tf32},
 #endif
 #if ORTPLUGINS_WITH_CUDA
     {105, "sm80_mma_128x128x32_s4", DeviceKind::kCuda, supports_half, launch_gemm_sm80_mma},

@@ -3,6 +3,7 @@
 //
 // A block takes kTileRows x kTileCols of one stored matrix; a warp reads whole rows of it, four elements a lane, so that
 // all loads of a thread are in flight at once. Statistics go along the rows or down the columns, whichever k is.
+#include "device/dependent_launch.h"
 #include "device/dispatch.h"
 #include "device/pack.h"
 #include "kernels/gemm/gemm_scaled.h"
@@ -167,6 +168,8 @@ __device__ __forceinline__ void split(const ScaleJob& job, int64_t index) {
 // The first blocks_a blocks work on a, the others on b.
 __global__ void __launch_bounds__(kThreads) gemm_scale_max_kernel(const __grid_constant__ ScaleJob a, const __grid_constant__ ScaleJob b,
                                                                   int64_t blocks_a) {
+  wait_for_previous_kernel();
+  let_next_kernel_start();
   const int64_t index = blockIdx.x;
   index < blocks_a ? find_max(a, index) : find_max(b, index - blocks_a);
 }
@@ -174,6 +177,8 @@ __global__ void __launch_bounds__(kThreads) gemm_scale_max_kernel(const __grid_c
 template <int kParts>
 __global__ void __launch_bounds__(kThreads) gemm_scale_split_kernel(const __grid_constant__ ScaleJob a, const __grid_constant__ ScaleJob b,
                                                                     int64_t blocks_a) {
+  wait_for_previous_kernel();
+  let_next_kernel_start();
   const int64_t index = blockIdx.x;
   index < blocks_a ? split<kParts>(a, index) : split<kParts>(b, index - blocks_a);
 }
@@ -186,8 +191,9 @@ Status scale_operands(const ScaleJob& a, const ScaleJob& b, int parts, const Exe
   const int64_t blocks_a = blocks_of(a), blocks = blocks_a + blocks_of(b);
   if (blocks > 0x7fffffff) return Status::unsupported("a", "and b have more than 2^31 tiles");
   const unsigned grid = static_cast<unsigned>(blocks);
-  ORTPLUGINS_RETURN_IF_ERROR(launch("gemm_scale_max", gemm_scale_max_kernel, grid, kThreads, 0, context, a, b, blocks_a));
-  return launch("gemm_scale_split", parts == 2 ? gemm_scale_split_kernel<2> : gemm_scale_split_kernel<1>, grid, kThreads, 0, context, a, b, blocks_a);
+  const LaunchOptions options{1, blocks <= 8 * context.device->sm_count};
+  ORTPLUGINS_RETURN_IF_ERROR(launch_with(options, "gemm_scale_max", gemm_scale_max_kernel, grid, kThreads, 0, context, a, b, blocks_a));
+  return launch_with(options, "gemm_scale_split", parts == 2 ? gemm_scale_split_kernel<2> : gemm_scale_split_kernel<1>, grid, kThreads, 0, context, a, b, blocks_a);
 }
 
 }  // namespace ortplugins

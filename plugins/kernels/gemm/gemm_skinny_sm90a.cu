@@ -1,197 +1,332 @@
 // Gemm with up to 16 rows: a stream of b, read once.
 //
-// A block of eight warps computes all rows of 64 columns of y; the blocks of a cluster share the columns and split k, and so
-// do the warps of a block. b goes from global memory straight into the registers that multiply it, 16 bytes a load; which
-// element of a step of k lies in which lane does not matter as long as a is read in the same order. Each warp leaves its
-// sums in shared memory; after a barrier of the cluster each block adds up and finishes a part of the rows, always in the
-// order of k.
+// Each warp works for itself: it takes tiles of 64 of k by 128 bytes of columns (b stored (k, n)) or 64 columns by 128
+// bytes of k (b stored (n, k)), 8 KB each, brings them with the matching tile of a by TMA into its own ring of two stages, and
+// multiplies them: float16 and bfloat16 by mma.sync, float32 by FFMA. The eight warps of a multiprocessor have 128 KB of b on
+// their way, more than latency times bandwidth takes (about 40 KB).
+//
+// The warps of a block and the blocks of a cluster split k. At the end each warp sends its sums to the blocks that finish
+// them, column by column, and these add up what has come, always in the order of k.
+#include "device/dependent_launch.h"
 #include "device/mma.h"
 #include "device/sm90.h"
+#include "device/tensor_map.h"
 #include "kernels/gemm/gemm_cuda.h"
 
 namespace ortplugins {
 namespace {
 
-constexpr int kRows = 16, kCols = 64;
+constexpr int kRows = 16;
 constexpr int kWarps = 8, kThreads = 32 * kWarps;
-using TileC = EpilogueTile<kRows, kCols, kThreads, 1>;
-constexpr int kSmemBytes = kWarps * TileC::kBytes;
+constexpr int kStages = 2;
+constexpr int kRowBytes = 128;                 // of all tiles, swizzled by TMA
+constexpr int kTileRows = 64;                  // of b, of k or n
+constexpr int kTileBBytes = kTileRows * kRowBytes;
+constexpr int kBoxABytes = kRows * kRowBytes;  // 16 rows of a, 128 bytes of k
 
-// 16 bytes at p, or zeros where they do not exist. b is read once and does not stay in L1.
-__device__ __forceinline__ uint4 load_stream(const void* p, bool exists) {
-  uint4 v = make_uint4(0, 0, 0, 0);
-  if (exists) asm volatile("ld.global.nc.L1::no_allocate.L2::256B.v4.u32 {%0, %1, %2, %3}, [%4];\n" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
+struct SkinnyArgs {
+  CUtensorMap a, b;
+  int rows_a;  // that a copy of a brings
+};
+
+// The address of 16-byte chunk `chunk` of a row of a tile.
+__device__ __forceinline__ uint32_t chunk_address(uint32_t tile, int row, int chunk) { return tile + row * kRowBytes + ((chunk ^ (row & 7)) << 4); }
+__device__ __forceinline__ float4 load_shared(uint32_t address) {
+  float4 v;
+  asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];\n" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "r"(address) : "memory");
   return v;
 }
-
-// Products of one warp, for 16-bit elements by mma.sync: lane g = lane / 4, t = lane % 4.
-template <class T, bool kTransB>
-struct HalfProducts {
-  static constexpr int kStep = kTransB ? 32 : 16;
-  static constexpr int kUnroll = kTransB ? 1 : 2;  // so that eight loads of b are in flight
-  static constexpr int kLoads = kTransB ? 8 : 4;
-  float acc[kCols / 8][4] = {};
-
-  // b stored (k, n): rows 4 t to 4 t + 3 of the step, columns 8 g to 8 g + 7; column 8 n' + j is column n' of product j.
-  // b stored (n, k): row 8 j + g, elements 8 t to 8 t + 7 of the step, of which products 2 j and 2 j + 1 take four each.
-  uint4 b[kLoads];
-  uint4 a[2];  // the same elements of k of rows g and g + 8; with b stored (k, n) only x and y
-
-  __device__ __forceinline__ void load(const GemmParams& p, const T* pa, const T* pb, int64_t first_n, int64_t k, int lane_idx) {
-    const int g = lane_idx / 4, t = lane_idx % 4;
-#pragma unroll
-    for (int i = 0; i < kLoads; ++i) {
-      if (kTransB) {
-        const int64_t n = first_n + 8 * i + g;
-        b[i] = load_stream(pb + n * p.ldb + k + 8 * t, n < p.n && k + 8 * t < p.k);
-      } else {
-        b[i] = load_stream(pb + (k + 4 * t + i) * p.ldb + first_n + 8 * g, first_n + 8 * g < p.n && k + 4 * t + i < p.k);
-      }
-    }
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const bool row_exists = g + 8 * i < p.m;
-      a[i] = make_uint4(0, 0, 0, 0);
-      if (kTransB) {
-        if (row_exists && k + 8 * t < p.k) a[i] = __ldg(reinterpret_cast<const uint4*>(pa + (g + 8 * i) * p.lda + k + 8 * t));
-      } else if (row_exists && k + 4 * t < p.k) {
-        const uint2 v = __ldg(reinterpret_cast<const uint2*>(pa + (g + 8 * i) * p.lda + k + 4 * t));
-        a[i].x = v.x;
-        a[i].y = v.y;
-      }
-    }
-  }
-
-  __device__ __forceinline__ void multiply(const GemmParams&) {
-    const uint32_t first[4] = {a[0].x, a[1].x, a[0].y, a[1].y}, second[4] = {a[0].z, a[1].z, a[0].w, a[1].w};
-    if constexpr (kTransB) {
-#pragma unroll
-      for (int j = 0; j < kCols / 8; ++j) {
-        mma_m16n8k16<T>(acc[j], first, b[j].x, b[j].y);
-        mma_m16n8k16<T>(acc[j], second, b[j].z, b[j].w);
-      }
-    } else {
-#pragma unroll
-      for (int j = 0; j < kCols / 8; ++j) {
-        const uint32_t order = j % 2 == 0 ? 0x5410 : 0x7632;
-        mma_m16n8k16<T>(acc[j], first, __byte_perm(word(b[0], j / 2), word(b[1], j / 2), order),
-                        __byte_perm(word(b[2], j / 2), word(b[3], j / 2), order));
-      }
-    }
-  }
-
-  __device__ __forceinline__ void put(char* tile, int lane_idx) const {
-    const int g = lane_idx / 4, t = lane_idx % 4;
-#pragma unroll
-    for (int e = 0; e < 4; ++e) {
-      const int row = g + e / 2 * 8;
-      if constexpr (kTransB) {
-        if (e % 2 != 0) continue;
-#pragma unroll
-        for (int j = 0; j < kCols / 8; ++j) TileC::put(tile, row, 8 * j + 2 * t, acc[j][e], acc[j][e + 1]);
-      } else {
-        const int col = 8 * (2 * t + e % 2);
-        TileC::put(tile, row, col, make_float4(acc[0][e], acc[1][e], acc[2][e], acc[3][e]));
-        TileC::put(tile, row, col + 4, make_float4(acc[4][e], acc[5][e], acc[6][e], acc[7][e]));
-      }
-    }
-  }
-
- private:
-  __device__ __forceinline__ static uint32_t word(const uint4& v, int i) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; }
-};
-
-// Products of one warp in float32, b stored (k, n): each half of the warp takes four rows of a step and four columns a lane.
-template <int kM>
-struct FloatProducts {
-  static constexpr int kStep = 8;
-  static constexpr int kUnroll = kM <= 4 ? 2 : 1;
-  float acc[kM][4] = {};
-  uint4 b[4];
-  const float* a;  // row 0, at the step; read when it is multiplied, since L1 has it soon
-  bool row_exists;
-
-  __device__ __forceinline__ void load(const GemmParams& p, const float* pa, const float* pb, int64_t first_n, int64_t k, int lane_idx) {
-    const int64_t row = k + lane_idx / 16 * 4, col = first_n + lane_idx % 16 * 4;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) b[i] = load_stream(pb + (row + i) * p.ldb + col, col < p.n && row + i < p.k);
-    a = pa + row;
-    row_exists = row < p.k;
-  }
-  __device__ __forceinline__ void multiply(const GemmParams& p) {
-#pragma unroll
-    for (int m = 0; m < kM; ++m) {
-      if (m % 4 == 0) asm volatile("" ::: "memory");  // four loads of a at a time; more would need more registers
-      float4 v = make_float4(0.0F, 0.0F, 0.0F, 0.0F);
-      if (row_exists && m < p.m) v = __ldg(reinterpret_cast<const float4*>(a + m * p.lda));
-      const float at[4] = {v.x, v.y, v.z, v.w};
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        acc[m][0] = fmaf(at[i], __uint_as_float(b[i].x), acc[m][0]);
-        acc[m][1] = fmaf(at[i], __uint_as_float(b[i].y), acc[m][1]);
-        acc[m][2] = fmaf(at[i], __uint_as_float(b[i].z), acc[m][2]);
-        acc[m][3] = fmaf(at[i], __uint_as_float(b[i].w), acc[m][3]);
-      }
-    }
-  }
-  __device__ __forceinline__ void put(char* tile, int lane_idx) {
-#pragma unroll
-    for (int m = 0; m < kM; ++m) {
-#pragma unroll
-      for (int j = 0; j < 4; ++j) acc[m][j] += __shfl_xor_sync(0xffffffffU, acc[m][j], 16);
-      if (lane_idx < 16) TileC::put(tile, m, lane_idx * 4, make_float4(acc[m][0], acc[m][1], acc[m][2], acc[m][3]));
-    }
-  }
-};
-
-template <class T, class Products>
-__global__ void __launch_bounds__(kThreads, 2) gemm_skinny_kernel(const __grid_constant__ GemmParams p) {
-  extern __shared__ __align__(128) char smem[];
-  const int lane_idx = static_cast<int>(threadIdx.x) % 32, warp_idx = static_cast<int>(threadIdx.x) / 32;
-  const int rank = rank_in_cluster(), splits = blocks_in_cluster();
-  const GemmOperands<T> operands(p, 0);
-  const int64_t first_n = static_cast<int64_t>(blockIdx.x) / splits * kCols;
-
-  // Slice `rank * kWarps + warp` of k, in whole steps.
-  const int64_t steps = (p.k + Products::kStep - 1) / Products::kStep, slices = kWarps * splits, slice = rank * kWarps + warp_idx;
-  const int64_t end = steps * (slice + 1) / slices;
-  Products products;
-#pragma unroll(Products::kUnroll)
-  for (int64_t step = steps * slice / slices; step < end; ++step) {
-    products.load(p, operands.a, operands.b, first_n, step * Products::kStep, lane_idx);
-    products.multiply(p);
-  }
-  products.put(smem + warp_idx * TileC::kBytes, lane_idx);
-  cluster_sync();
-
-  const auto read = [&](int row, int col) {
-    float4 sum = make_float4(0.0F, 0.0F, 0.0F, 0.0F);
-    const uint32_t at = smem_address(smem) + TileC::Layout::offset(row, col / 4);
-    for (int other = 0; other < splits; ++other) {
-      const uint32_t tiles = cluster_address(at, other);
-#pragma unroll
-      for (int warp = 0; warp < kWarps; ++warp) {
-        const float4 v = load_cluster(tiles + warp * TileC::kBytes);
-        sum.x += v.x;
-        sum.y += v.y;
-        sum.z += v.z;
-        sum.w += v.w;
-      }
-    }
-    return sum;
-  };
-  const int rows = static_cast<int>(p.m);
-  TileC::store_rows(smem, read, operands.epilogue, 0, first_n, rows * rank / splits, rows * (rank + 1) / splits, static_cast<int>(threadIdx.x));
-  cluster_sync_relaxed();  // the other blocks may still read this one's sums
+__device__ __forceinline__ void store_cluster(uint32_t address, float x, float y) {
+  asm volatile("st.shared::cluster.v2.f32 [%0], {%1, %2};\n" ::"r"(address), "f"(x), "f"(y) : "memory");
 }
 
-template <class T, class Products>
+// What the variants of a warp's products share: kCols columns of y, kDepth of k in a tile, and for each thread the sums of
+// columns in pairs. `each(row, col, x, y)` is called with those that the thread holds in the end.
+
+// 16-bit elements by mma.sync m16n8k16: lane g = lane / 4, t = lane % 4.
+template <class T, bool kTransB>
+struct HalfProducts {
+  static constexpr int kCols = 64, kDepth = 64, kBoxesA = 1;
+  float acc[kCols / 8][4] = {};
+
+  __device__ __forceinline__ void multiply(uint32_t tile_a, uint32_t tile_b, int lane_idx) {
+    const int row = lane_idx % 8, odd = lane_idx / 8 % 2, upper = lane_idx / 16;
+#pragma unroll
+    for (int k_step = 0; k_step < kDepth / 16; ++k_step) {
+      uint32_t a[4];
+      ldmatrix_x4(a, chunk_address(tile_a, row + 8 * odd, 2 * k_step + upper));
+#pragma unroll
+      for (int j = 0; j < kCols / 16; ++j) {  // 16 columns: b0 b1 of the first eight, then of the others
+        uint32_t b[4];
+        if constexpr (kTransB) {
+          ldmatrix_x4(b, chunk_address(tile_b, 16 * j + 8 * upper + row, 2 * k_step + odd));
+        } else {
+          ldmatrix_x4_trans(b, chunk_address(tile_b, 16 * k_step + 8 * odd + row, 2 * j + upper));
+        }
+        mma_m16n8k16<T>(acc[2 * j], a, b[0], b[1]);
+        mma_m16n8k16<T>(acc[2 * j + 1], a, b[2], b[3]);
+      }
+    }
+  }
+  template <class Each>
+  __device__ __forceinline__ void finish(int lane_idx, const Each& each) {
+#pragma unroll
+    for (int j = 0; j < kCols / 8; ++j) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) each(lane_idx / 4 + 8 * i, 8 * j + lane_idx % 4 * 2, acc[j][2 * i], acc[j][2 * i + 1]);
+    }
+  }
+};
+
+// float32, b stored (k, n): a lane has kChunks x 4 columns (chunks 8 / kChunks apart) of every (4 kChunks)-th group of four k.
+// With more columns a lane reads a less often, which counts when there are many rows.
+template <int kM, int kChunks>
+struct FloatProducts {
+  static constexpr int kCols = 32, kDepth = 64, kBoxesA = 2;
+  static constexpr int kLanesN = 8 / kChunks, kParts = 32 / kLanesN;
+  float acc[kM][4 * kChunks] = {};
+
+  __device__ __forceinline__ void multiply(uint32_t tile_a, uint32_t tile_b, int lane_idx) {
+    const int lane_n = lane_idx % kLanesN, part = lane_idx / kLanesN;
+#pragma unroll 1
+    for (int k = 4 * part; k < kDepth; k += 4 * kParts) {
+      float4 b[4][kChunks];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+#pragma unroll
+        for (int c = 0; c < kChunks; ++c) b[i][c] = load_shared(chunk_address(tile_b, k + i, lane_n + kLanesN * c));
+      }
+      const uint32_t box = tile_a + k / 32 * kBoxABytes;
+#pragma unroll
+      for (int m = 0; m < kM; ++m) {
+        const float4 v = load_shared(chunk_address(box, m, k % 32 / 4));
+        const float a[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+#pragma unroll
+          for (int c = 0; c < kChunks; ++c) {
+            acc[m][4 * c] = fmaf(a[i], b[i][c].x, acc[m][4 * c]);
+            acc[m][4 * c + 1] = fmaf(a[i], b[i][c].y, acc[m][4 * c + 1]);
+            acc[m][4 * c + 2] = fmaf(a[i], b[i][c].z, acc[m][4 * c + 2]);
+            acc[m][4 * c + 3] = fmaf(a[i], b[i][c].w, acc[m][4 * c + 3]);
+          }
+        }
+      }
+    }
+  }
+  // Lanes that differ in their part of k share out the rows: each round a lane gives half of its rows away and adds up the
+  // others.
+  template <int kCount>
+  __device__ __forceinline__ void exchange(int lane_idx, int distance) {
+    const bool upper = (lane_idx & distance) != 0;
+#pragma unroll
+    for (int m = 0; m < kCount / 2; ++m) {
+#pragma unroll
+      for (int j = 0; j < 4 * kChunks; ++j) {
+        const float given = upper ? acc[m][j] : acc[m + kCount / 2][j], kept = upper ? acc[m + kCount / 2][j] : acc[m][j];
+        acc[m][j] = kept + __shfl_xor_sync(0xffffffffU, given, distance);
+      }
+    }
+  }
+  template <class Each>
+  __device__ __forceinline__ void finish(int lane_idx, const Each& each) {
+    exchange<kM>(lane_idx, 16);
+    exchange<kM / 2>(lane_idx, 8);
+    int first = lane_idx / 16 * (kM / 2) + lane_idx / 8 % 2 * (kM / 4);
+    if constexpr (kChunks == 2) {
+      exchange<kM / 4>(lane_idx, 4);
+      first += lane_idx / 4 % 2 * (kM / 8);
+    }
+#pragma unroll
+    for (int m = 0; m < kM / kParts; ++m) {
+#pragma unroll
+      for (int c = 0; c < kChunks; ++c) {
+        const int col = 4 * (lane_idx % kLanesN + kLanesN * c);
+        each(first + m, col, acc[m][4 * c], acc[m][4 * c + 1]);
+        each(first + m, col + 2, acc[m][4 * c + 2], acc[m][4 * c + 3]);
+      }
+    }
+  }
+};
+
+// float32, b stored (n, k): a lane has columns 2 lane and 2 lane + 1.
+template <int kM>
+struct FloatProductsTransB {
+  static constexpr int kCols = 64, kDepth = 32, kBoxesA = 1;
+  float acc[kM][2] = {};
+
+  __device__ __forceinline__ void multiply(uint32_t tile_a, uint32_t tile_b, int lane_idx) {
+#pragma unroll 2
+    for (int chunk = 0; chunk < kDepth / 4; ++chunk) {
+      // Tile row lane + 32 j: eight lanes see eight rows, which the swizzle puts in different banks.
+      const float4 b0 = load_shared(chunk_address(tile_b, lane_idx, chunk)), b1 = load_shared(chunk_address(tile_b, lane_idx + 32, chunk));
+#pragma unroll
+      for (int m = 0; m < kM; ++m) {
+        const float4 a = load_shared(chunk_address(tile_a, m, chunk));
+        acc[m][0] = fmaf(a.w, b0.w, fmaf(a.z, b0.z, fmaf(a.y, b0.y, fmaf(a.x, b0.x, acc[m][0]))));
+        acc[m][1] = fmaf(a.w, b1.w, fmaf(a.z, b1.z, fmaf(a.y, b1.y, fmaf(a.x, b1.x, acc[m][1]))));
+      }
+    }
+  }
+  // Neighbouring lanes make pairs of columns: the even one of the first 32, the odd one of the others.
+  template <class Each>
+  __device__ __forceinline__ void finish(int lane_idx, const Each& each) {
+    const bool odd = lane_idx % 2 != 0;
+#pragma unroll
+    for (int m = 0; m < kM; ++m) {
+      const float other = __shfl_xor_sync(0xffffffffU, odd ? acc[m][0] : acc[m][1], 1);
+      if (odd) {
+        each(m, 32 + lane_idx - 1, other, acc[m][1]);
+      } else {
+        each(m, lane_idx, acc[m][0], other);
+      }
+    }
+  }
+};
+
+template <class Products>
+struct Skinny {
+  static constexpr int kStageBytes = kTileBBytes + Products::kBoxesA * kBoxABytes;
+  static constexpr int kRingBytes = kStages * kStageBytes;
+  static constexpr int kPartsOffset = kWarps * kRingBytes;  // sums of this block's columns: (slice, row, pair of columns)
+  static constexpr int kPairs = Products::kCols / 2;
+  static constexpr int smem_bytes(int splits) {
+    return kPartsOffset + kWarps * splits * kRows * 8 * ((kPairs + splits - 1) / splits) + 8 * kWarps * kStages;
+  }
+
+  template <class T, bool kTransB>
+  __device__ __forceinline__ static void run(const GemmParams& p, const SkinnyArgs& args, char* smem_generic) {
+    constexpr int kCols = Products::kCols, kDepth = Products::kDepth, kDepthA = kRowBytes / static_cast<int>(sizeof(T));
+    const int thread_idx = static_cast<int>(threadIdx.x), lane_idx = thread_idx % 32, warp_idx = thread_idx / 32;
+    const uint32_t smem = smem_address(smem_generic), ring = smem + warp_idx * kRingBytes;
+    const int rank = rank_in_cluster(), splits = blocks_in_cluster(), slices = kWarps * splits;
+    // Block r finishes pairs of columns kPairs r / splits and on.
+    const int pair_stride = (kPairs + splits - 1) / splits, part_bytes = kRows * 8 * pair_stride;
+    const int pair_begin = kPairs * rank / splits, pairs = kPairs * (rank + 1) / splits - pair_begin;
+    const uint32_t barriers = smem + kPartsOffset + slices * part_bytes + 8 * kStages * warp_idx;
+    const int first_n = static_cast<int>(blockIdx.x) / splits * kCols;
+    // Slices take tiles of k in turn, so that what is on its way at any time lies together in memory.
+    const int tiles = static_cast<int>((p.k + kDepth - 1) / kDepth), slice = rank * kWarps + warp_idx;
+
+    const auto load = [&](int tile, int stage) {
+      const uint32_t barrier = barriers + 8 * stage, at = ring + stage * kStageBytes;
+      const int k = tile * kDepth;
+      mbarrier_arrive_expect(barrier, kTileBBytes + Products::kBoxesA * args.rows_a * kRowBytes);
+      tma_load_3d(at, &args.b, barrier, kTransB ? k : first_n, kTransB ? first_n : k, 0);
+#pragma unroll
+      for (int i = 0; i < Products::kBoxesA; ++i) tma_load_3d(at + kTileBBytes + i * kBoxABytes, &args.a, barrier, k + i * kDepthA, 0, 0);
+    };
+    if (lane_idx == 0) {
+      for (int stage = 0; stage < kStages; ++stage) mbarrier_init(barriers + 8 * stage, 1);
+      fence_barrier_init();
+      tma_prefetch(&args.b);
+      tma_prefetch(&args.a);
+    }
+    __syncwarp();
+    cluster_arrive();
+    wait_for_previous_kernel();
+    let_next_kernel_start();
+    if (lane_idx == 0) {
+      for (int stage = 0; stage < kStages; ++stage) {
+        if (slice + stage * slices < tiles) load(slice + stage * slices, stage);
+      }
+    }
+    __syncwarp();
+
+    constexpr int kThreadPairs = kRows * kPairs / kThreads;  // at most
+    const EpilogueArgs<T> epilogue = GemmOperands<T>(p, 0).epilogue;
+    float added[kThreadPairs][2];  // bias and residual, on their way while the products run
+    const auto place = [&](int i, int* row, int64_t* col) {
+      const int at = thread_idx + i * kThreads;
+      *row = at / pairs;
+      *col = first_n + 2 * (pair_begin + at % pairs);
+      return *row < p.m;
+    };
+#pragma unroll
+    for (int i = 0; i < kThreadPairs; ++i) {
+      int row;
+      int64_t col;
+      const bool exists = place(i, &row, &col);
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        added[i][e] = 0.0F;
+        if (!exists || col + e >= p.n) continue;
+        if (epilogue.bias != nullptr) added[i][e] = p.beta * to_float(epilogue.bias[row * epilogue.bias_stride_m + (col + e) * epilogue.bias_stride_n]);
+        if (epilogue.residual != nullptr) added[i][e] += to_float(epilogue.residual[row * p.n + col + e]);
+      }
+    }
+
+    Products products;
+    PipelineState<kStages> state;
+    for (int tile = slice; tile < tiles; tile += slices) {
+      mbarrier_wait(barriers + 8 * state.stage, state.parity);
+      const uint32_t at = ring + state.stage * kStageBytes;
+      products.multiply(at + kTileBBytes, at, lane_idx);
+      __syncwarp();
+      if (lane_idx == 0 && tile + kStages * slices < tiles) load(tile + kStages * slices, state.stage);
+      state.advance();
+    }
+
+    // Parts of a block: (slice, row, own column).
+    cluster_wait();  // all blocks have started
+    products.finish(lane_idx, [&](int row, int col, float x, float y) {
+      const int pair = col / 2, owner = (pair * splits + splits - 1) / kPairs;
+      const int at = (slice * kRows + row) * pair_stride + pair - kPairs * owner / splits;
+      if (row < p.m) store_cluster(cluster_address(smem + kPartsOffset + 8 * at, owner), x, y);
+    });
+    cluster_arrive();
+    cluster_wait();
+#pragma unroll
+    for (int i = 0; i < kThreadPairs; ++i) {
+      int row;
+      int64_t col;
+      if (!place(i, &row, &col)) break;
+      const int pair = (thread_idx + i * kThreads) % pairs;
+      float2 sum = make_float2(0.0F, 0.0F);
+      const char* const parts = smem_generic + kPartsOffset + 8 * (row * pair_stride + pair);
+#pragma unroll 8
+      for (int other = 0; other < slices; ++other) {
+        const float2 v = *reinterpret_cast<const float2*>(parts + other * part_bytes);
+        sum.x += v.x;
+        sum.y += v.y;
+      }
+      const float v[2] = {p.alpha * sum.x + added[i][0], p.alpha * sum.y + added[i][1]};
+#pragma unroll 1
+      for (int e = 0; e < 2; ++e) {
+        if (col + e < p.n) epilogue.y[row * p.n + col + e] = from_float<T>(activate(e == 0 ? v[0] : v[1], p.activation));
+      }
+    }
+  }
+};
+
+template <class T, bool kTransB, class Products>
+__global__ void __launch_bounds__(kThreads, 1) gemm_skinny_kernel(const __grid_constant__ GemmParams p, const __grid_constant__ SkinnyArgs args) {
+  extern __shared__ __align__(1024) char smem[];
+  Skinny<Products>::template run<T, kTransB>(p, args, smem);
+}
+
+template <class T, bool kTransB, class Products>
 Status launch_skinny(const GemmParams& p, const ExecContext& context) {
-  // Two blocks on each multiprocessor read at full bandwidth, if each warp has a few steps of k.
-  const int64_t groups = ceil_div(p.n, kCols);
-  unsigned splits = 1;
-  while (splits < 8 && groups * splits < context.device->sm_count && p.k >= static_cast<int64_t>(2 * splits) * kWarps * 2 * Products::kStep) splits *= 2;
-  return launch_cluster("gemm_skinny", gemm_skinny_kernel<T, Products>, static_cast<unsigned>(groups * splits), kThreads, kSmemBytes, splits, context, p);
+  using Kernel = Skinny<Products>;
+  const int64_t groups = ceil_div(p.n, Products::kCols), tiles = ceil_div(p.k, Products::kDepth);
+  // Half of the multiprocessors take in all that memory gives (64 blocks 11.1 us, 128 in pairs 11.3 us for 4096 x 4096 float16).
+  int splits = 1;
+  while (splits < 8 && 3 * splits * groups <= context.device->sm_count && tiles >= 2 * splits * kWarps * 2) splits *= 2;
+  SkinnyArgs args = {};
+  constexpr int kRowElements = kRowBytes / static_cast<int>(sizeof(T));
+  const auto encode = [](CUtensorMap* map, const void* x, int64_t cols, int64_t rows, int64_t ld, int box_rows) {
+    const int64_t dims[3] = {cols, rows, 1}, strides[3] = {1, ld, ld * rows};
+    const int box[3] = {kRowElements, box_rows, 1};
+    return encode_tensor_map(map, static_cast<const T*>(x), 3, dims, strides, box);
+  };
+  args.rows_a = p.m <= 8 ? 8 : kRows;
+  ORTPLUGINS_RETURN_IF_ERROR(encode(&args.a, p.a, p.k, p.m, p.lda, args.rows_a));
+  ORTPLUGINS_RETURN_IF_ERROR(encode(&args.b, p.b, kTransB ? p.k : p.n, kTransB ? p.n : p.k, p.ldb, kTileRows));
+  static SmemLimit limit;
+  const auto kernel = gemm_skinny_kernel<T, kTransB, Products>;
+  ORTPLUGINS_RETURN_IF_ERROR(limit.raise(kernel, *context.device, 227 * 1024));
+  return launch_with({static_cast<unsigned>(splits), true}, "gemm_skinny", kernel, static_cast<unsigned>(groups * splits), kThreads, Kernel::smem_bytes(splits),
+                     context, p, args);
 }
 
 }  // namespace
@@ -199,11 +334,16 @@ Status launch_skinny(const GemmParams& p, const ExecContext& context) {
 Status launch_gemm_sm90a_skinny(const GemmParams& p, const ExecContext& context) {
   if (is_empty(p)) return {};
   if (p.dtype == DType::kFloat32) {
-    return p.m <= 4 ? launch_skinny<float, FloatProducts<4>>(p, context) : launch_skinny<float, FloatProducts<16>>(p, context);
+    if (p.trans_b) {
+      return p.m <= 4 ? launch_skinny<float, true, FloatProductsTransB<4>>(p, context) : launch_skinny<float, true, FloatProductsTransB<16>>(p, context);
+    }
+    return p.m <= 4   ? launch_skinny<float, false, FloatProducts<4, 1>>(p, context)
+           : p.m <= 8 ? launch_skinny<float, false, FloatProducts<8, 2>>(p, context)
+                      : launch_skinny<float, false, FloatProducts<16, 2>>(p, context);
   }
   return dispatch_half(p.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
-    return p.trans_b ? launch_skinny<T, HalfProducts<T, true>>(p, context) : launch_skinny<T, HalfProducts<T, false>>(p, context);
+    return p.trans_b ? launch_skinny<T, true, HalfProducts<T, true>>(p, context) : launch_skinny<T, false, HalfProducts<T, false>>(p, context);
   });
 }
 

@@ -1,14 +1,11 @@
-// Gemm on Hopper's tensor cores: wgmma on tiles that TMA brings.
+// Gemm on Hopper's tensor cores for products that fill the GPU: wgmma on wide tiles that TMA brings.
 //
-// In a block one thread issues the copies (producer), and two warpgroups hold 64 x kBlockN of y each in registers
+// A tile is 128 x 256 or 128 x 192 of y. In a block one thread issues the copies (producer), and two warpgroups hold 64 x kBlockN of y each in registers
 // (consumers). Operand tiles, 64 deep along k, pass through kStages stages of shared memory in the
 // 128-byte swizzle, laid out as they are stored: wgmma takes 16-bit operands along k and across it.
 //
-// WideGemm: 128 x 256 or 128 x 192, for products that fill the GPU. Persistent; two blocks of a cluster work on tiles above each other,
-//   and each brings half of their common tile of b for both.
-// SplitGemm: 128 x 128, two blocks on a multiprocessor, of which one multiplies while the other is in its epilogue. The
-//   blocks of a cluster share one tile and split k; each then adds up and finishes its part of the rows from the shared
-//   memory of all, in the order of k.
+// Persistent; two blocks of a cluster work on tiles above each other, and each brings half of their common tile of b for both.
+#include "device/dependent_launch.h"
 #include "device/mma.h"
 #include "device/sm90.h"
 #include "device/tensor_map.h"
@@ -140,7 +137,8 @@ __device__ __forceinline__ void load_b(uint32_t stage, const WgmmaArgs& args, ui
 // Finishes 64 x kBlockN of y, 128 bytes of columns at a time, in kBuffers buffers of 64 rows in turn. What is in registers is
 // finished there, goes to a buffer, and from it to y while the next products run. The residual comes to the same places
 // before: that of the first kBuffers pieces while the products before it run.
-template <class T, int kBlockN, int kBufferCount>
+// Activations are as exact as results of type Rounded are.
+template <class T, class Rounded, int kBlockN, int kBufferCount>
 struct TmaEpilogue {
   static constexpr int kCols = 128 / static_cast<int>(sizeof(T));
   static constexpr int kBuffers = kBufferCount, kBufferBytes = 64 * kRowBytes;
@@ -216,7 +214,7 @@ struct TmaEpilogue {
           }
         }
       }
-      if (kActivated) activate_all<T>(v, p.activation);
+      if (kActivated) activate_all<Rounded>(v, p.activation);
 #pragma unroll
       for (int j = 0; j < kStepCols / 8; j += 2) {
         uint32_t r[4];
@@ -236,7 +234,7 @@ struct TmaEpilogue {
           v[4 * j + 3] += lower.y;
         }
       }
-      if (kActivated) activate_all<T>(v, p.activation);
+      if (kActivated) activate_all<Rounded>(v, p.activation);
 #pragma unroll
       for (int j = 0; j < kStepCols / 8; ++j) {
         store_shared2(place(buffer, row, 2 * j + chunk) + within, v[4 * j], v[4 * j + 1]);
@@ -328,7 +326,9 @@ struct WideGemm {
   static constexpr int kStages = Plan::kStages;
   using TileC = EpilogueTile<64, 64, 128, 2>;  // of one warpgroup, 64 columns at a time
   static constexpr int kTileCOffset = kStages * Plan::kStageBytes;
-  using Epilogue = TmaEpilogue<Out, kBlockN, kBuffers>;
+  // One product of float16 parts is tf32: approximate activations, 2^-21 off, are lost in its roundings.
+  using Rounded = std::conditional_t<kScaled && kParts == 1, T, Out>;
+  using Epilogue = TmaEpilogue<Out, Rounded, kBlockN, kBuffers>;
   static_assert(Epilogue::kBytes >= TileC::kBytes, "they take turns");
   static constexpr int kBiasOffset = kTileCOffset + kConsumers * Epilogue::kBytes;
   static constexpr int kBarrierOffset = kBiasOffset + kConsumers * kBlockN * 4;
@@ -457,6 +457,8 @@ struct WideGemm {
       tma_prefetch(&args.b);
     }
     cluster_sync_relaxed();
+    wait_for_previous_kernel();
+    let_next_kernel_start();
 
     PipelineState<kStages> state;
     const int first = static_cast<int>(blockIdx.x) / kCluster, step = static_cast<int>(gridDim.x) / kCluster;
@@ -534,103 +536,6 @@ __global__ void __launch_bounds__(kThreads, 1) gemm_sm90a_wide_kernel(const __gr
   Gemm::run(p, args, smem);
 }
 
-// --- SplitGemm -----------------------------------------------------------------------------------------------------------
-
-template <class T, bool kTransA, bool kTransB>
-struct SplitGemm {
-  static constexpr int kBlockN = 128;
-  // Consumers first, then one warp for the producer: 112 registers each with two blocks on a multiprocessor.
-  static constexpr int kThreads = kConsumerThreads + 32;
-  using Plan = StagePlan<kBlockN, 1, 3>;
-  static constexpr int kStages = Plan::kStages;
-  using TileC = EpilogueTile<kBlockM, kBlockN, kConsumerThreads, 2>;  // where the stages were
-  static_assert(TileC::kBytes <= kStages * Plan::kStageBytes, "the stages become the tile of y");
-  static constexpr int kBarrierOffset = kStages * Plan::kStageBytes;
-  static constexpr int kSmemBytes = kBarrierOffset + Pipeline<kStages>::kBytes;
-
-  __device__ __forceinline__ static void run(const GemmParams& p, const WgmmaArgs& args, char* smem_generic) {
-    const uint32_t smem = smem_address(smem_generic);
-    const Pipeline<kStages> pipeline{smem + kBarrierOffset};
-    const int thread_idx = static_cast<int>(threadIdx.x), group_idx = thread_idx / 128;
-    const int rank = rank_in_cluster(), splits = blocks_in_cluster();
-    const int tiles_m = static_cast<int>((p.m + kBlockM - 1) / kBlockM), tiles_n = static_cast<int>((p.n + kBlockN - 1) / kBlockN);
-    const int index = static_cast<int>(blockIdx.x) / splits, batch_idx = index / (tiles_m * tiles_n);
-    const TileIndex tile = grouped_tile(index - batch_idx * tiles_m * tiles_n, tiles_m, tiles_n);
-    const int first_m = static_cast<int>(tile.m) * kBlockM, first_n = static_cast<int>(tile.n) * kBlockN;
-    const int k_tiles = static_cast<int>((p.k + kBlockK - 1) / kBlockK);
-    const int k_begin = k_tiles * rank / splits, k_end = k_tiles * (rank + 1) / splits;
-    if (threadIdx.x == 0) {
-      pipeline.init(1);
-      tma_prefetch(&args.a);
-      tma_prefetch(&args.b);
-    }
-    __syncthreads();
-
-    PipelineState<kStages> state;
-    if (group_idx == kConsumers) {
-      if (thread_idx == kConsumerThreads) {
-        const int matrix_a = args.a_batched ? batch_idx : 0, matrix_b = args.b_batched ? batch_idx : 0;
-        for (int k_tile = k_begin; k_tile < k_end; ++k_tile) {
-          mbarrier_wait(pipeline.empty(state.stage), state.parity ^ 1);
-          const uint32_t barrier = pipeline.full(state.stage), stage = smem + state.stage * Plan::kStageBytes;
-          mbarrier_arrive_expect(barrier, Plan::kStageBytes);
-          load_a<Plan, kBlockN, 1, kTransA, kTransB>(stage, args, barrier, first_m, k_tile * kBlockK, matrix_a);
-          load_b<Plan, kBlockN, 1, kTransB, 1>(stage, args, barrier, first_n, k_tile * kBlockK, matrix_b, 0);
-          state.advance();
-        }
-      }
-      __syncwarp();
-      cluster_sync();
-      cluster_sync_relaxed();
-    } else {
-      float acc[kBlockN / 2];
-#pragma unroll
-      for (int i = 0; i < kBlockN / 2; ++i) acc[i] = 0.0F;
-      int previous = 0;
-      for (int k_tile = k_begin; k_tile < k_end; ++k_tile) {
-        mbarrier_wait(pipeline.full(state.stage), state.parity);
-        const uint32_t stage = smem + state.stage * Plan::kStageBytes;
-        wgmma_fence();
-        multiply_tile<T, kBlockN, kTransA, kTransB>(acc, stage + group_idx * kSwizzleRows, stage + Plan::kBytesB, k_tile > k_begin);
-        wgmma_commit();
-        wgmma_wait<1>();
-        if (k_tile > k_begin && thread_idx % 32 == 0) mbarrier_arrive(pipeline.empty(previous));
-        previous = state.stage;
-        state.advance();
-      }
-      wgmma_wait<0>();
-      wgmma_pin(acc);
-      named_barrier_sync(1, kConsumerThreads);  // both are done with the stages
-      put_columns<TileC, kBlockN>(smem_generic + group_idx * 64 * TileC::kRowBytes, acc, 0, thread_idx % 128);
-      cluster_sync();
-      const GemmOperands<T> operands(p, batch_idx);
-      const auto read = [&](int row, int col) {
-        if (splits == 1) return TileC::get(smem_generic, row, col);
-        float4 sum = make_float4(0.0F, 0.0F, 0.0F, 0.0F);
-        const uint32_t at = smem + TileC::Layout::offset(row, col / 4);
-#pragma unroll 2
-        for (int other = 0; other < splits; ++other) {
-          const float4 v = load_cluster(cluster_address(at, other));
-          sum.x += v.x;
-          sum.y += v.y;
-          sum.z += v.z;
-          sum.w += v.w;
-        }
-        return sum;
-      };
-      const int rows = kBlockM / splits;
-      TileC::store_rows(smem_generic, read, operands.epilogue, first_m, first_n, rank * rows, (rank + 1) * rows, thread_idx);
-      cluster_sync_relaxed();  // the other blocks may still read this one's tile
-    }
-  }
-};
-
-template <class Gemm>
-__global__ void __launch_bounds__(Gemm::kThreads, 2) gemm_sm90a_split_kernel(const __grid_constant__ GemmParams p, const __grid_constant__ WgmmaArgs args) {
-  extern __shared__ __align__(1024) char smem[];
-  Gemm::run(p, args, smem);
-}
-
 // --- Launchers -----------------------------------------------------------------------------------------------------------
 
 // The map of an operand stored as rows x cols, `matrices` of them `matrix_stride` elements apart; a copy brings 64 columns
@@ -681,16 +586,7 @@ Status launch_wide(const char* what, const GemmParams& p, const ExecContext& con
   ORTPLUGINS_RETURN_IF_ERROR(limit.raise(kernel, *context.device, Gemm::kSmemBytes));
   const int64_t clusters = ceil_div(p.m, Gemm::kCluster * kBlockM) * ceil_div(p.n, Gemm::kBlockN) * p.batch;
   const unsigned grid = Gemm::kCluster * grid_size(clusters, context.device->sm_count / Gemm::kCluster);
-  return launch_cluster(what, kernel, grid, kThreads, Gemm::kSmemBytes, Gemm::kCluster, context, p, args);
-}
-
-template <class Gemm>
-Status launch_split(const char* what, const GemmParams& p, const ExecContext& context, const WgmmaArgs& args, int splits) {
-  static SmemLimit limit;
-  const auto kernel = gemm_sm90a_split_kernel<Gemm>;
-  ORTPLUGINS_RETURN_IF_ERROR(limit.raise(kernel, *context.device, Gemm::kSmemBytes));
-  const int64_t tiles = ceil_div(p.m, kBlockM) * ceil_div(p.n, Gemm::kBlockN) * p.batch;
-  return launch_cluster(what, kernel, static_cast<unsigned>(tiles * splits), Gemm::kThreads, Gemm::kSmemBytes, splits, context, p, args);
+  return launch_with({Gemm::kCluster, true}, what, kernel, grid, kThreads, Gemm::kSmemBytes, context, p, args);
 }
 
 // The workspace of a scaled product; offsets in bytes.
@@ -773,22 +669,6 @@ Status launch_wide_half(const char* what, const GemmParams& p, const ExecContext
 
 Status launch_gemm_sm90a_128x256(const GemmParams& p, const ExecContext& context) { return launch_wide_half<256, 2>("gemm_sm90a_128x256", p, context); }
 Status launch_gemm_sm90a_128x192(const GemmParams& p, const ExecContext& context) { return launch_wide_half<192, 3>("gemm_sm90a_128x192", p, context); }
-
-Status launch_gemm_sm90a_128x128(const GemmParams& p, const ExecContext& context) {
-  if (is_empty(p)) return {};
-  return dispatch_half(p.dtype, [&](auto tag) {
-    using T = typename decltype(tag)::type;
-    WgmmaArgs args = {};
-    ORTPLUGINS_RETURN_IF_ERROR((encode_half_operands<T, 128, 1>(p, &args)));
-    // As many blocks as run at once, if each keeps three steps of k.
-    const int64_t tiles = ceil_div(p.m, kBlockM) * ceil_div(p.n, 128) * p.batch;
-    int splits = 1;
-    while (splits < 8 && 2 * splits * tiles <= 2 * context.device->sm_count && p.k >= 2 * splits * 3 * kBlockK) splits *= 2;
-    return dispatch_layout(p, [&](auto trans_a, auto trans_b) {
-      return launch_split<SplitGemm<T, decltype(trans_a)::value, decltype(trans_b)::value>>("gemm_sm90a_128x128", p, context, args, splits);
-    });
-  });
-}
 
 int64_t gemm_sm90a_fp16x3_workspace_bytes(const GemmParams& p, const DeviceInfo&) { return ScaledWorkspace(p, 2).bytes; }
 Status launch_gemm_sm90a_fp16x3(const GemmParams& p, const ExecContext& context) {

@@ -29,9 +29,13 @@ Status launch_gemm_simt_64x64(const GemmParams& params, const ExecContext& conte
 #if ORTPLUGINS_WITH_SM90A
 Status launch_gemm_sm90a_simt(const GemmParams& params, const ExecContext& context);
 Status launch_gemm_sm90a_skinny(const GemmParams& params, const ExecContext& context);
+Status launch_gemm_sm90a_split_128x128(const GemmParams& params, const ExecContext& context);
+Status launch_gemm_sm90a_split_64x64(const GemmParams& params, const ExecContext& context);
+Status launch_gemm_sm90a_tf32(const GemmParams& params, const ExecContext& context);
+Status launch_gemm_sm90a_tf32x3(const GemmParams& params, const ExecContext& context);
 Status launch_gemm_sm90a_128x192(const GemmParams& params, const ExecContext& context);
 Status launch_gemm_sm90a_128x256(const GemmParams& params, const ExecContext& context);
-Status launch_gemm_sm90a_128x128(const GemmParams& params, const ExecContext& context);
+
 Status launch_gemm_sm90a_fp16x3(const GemmParams& params, const ExecContext& context);
 Status launch_gemm_sm90a_fp16(const GemmParams& params, const ExecContext& context);
 int64_t gemm_sm90a_fp16x3_workspace_bytes(const GemmParams& params, const DeviceInfo& device);

@@ -1,0 +1,67 @@
+// A tile of y by several blocks (sm_90a): the blocks of a cluster split k in layers, and add up their sums through the shared
+// memory of all, each finishing a part of the rows. Operands of products that need this come from DRAM, so stages take all
+// shared memory that is free: copies then are about 1.5 us on their way.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+#include "device/dispatch.h"
+#include "device/epilogue.h"
+
+namespace ortplugins {
+
+// Splits k while `room` blocks are not reached and each keeps three steps.
+inline int choose_layers(int64_t tiles, int64_t k_tiles, int64_t room) {
+  int layers = 1;
+  while (layers < 8 && 2 * layers * tiles <= room && k_tiles >= 2 * layers * 3) layers *= 2;
+  return layers;
+}
+
+// Stages of shared memory: as many as there is room for with the blocks that share a multiprocessor, `least` at least, and not
+// more than a block has steps of k. A stage has two barriers.
+inline int choose_stages(int64_t blocks, int most_blocks, int sm_count, int stage_bytes, int other_bytes, int64_t steps, int least) {
+  const int64_t shared_by = std::min<int64_t>(most_blocks, ceil_div(blocks, sm_count));
+  const int64_t room = (227 * 1024 / shared_by - (shared_by > 1 ? 1024 : 0) - other_bytes) / (stage_bytes + 16);
+  return static_cast<int>(std::max<int64_t>(least, std::min(room, steps)));
+}
+
+#if defined(__CUDACC__)
+
+// Asks for the line of p in L2, where a later load finds it.
+__device__ __forceinline__ void prefetch_l2(const void* p) { asm volatile("prefetch.global.L2 [%0];\n" ::"l"(p)); }
+
+// As PipelineState (device/sm90.h), for a number of stages known at run time.
+struct RingState {
+  int stage = 0;
+  uint32_t parity = 0;
+
+  __device__ __forceinline__ void advance(int stages) {
+    if (++stage == stages) {
+      stage = 0;
+      parity ^= 1;
+    }
+  }
+};
+
+// Which tile and which steps of k a block has.
+struct LayerPlace {
+  int layer, batch_idx, tile_m, tile_n, tiles_m, tiles_n, k_begin, k_end;
+
+  __device__ __forceinline__ LayerPlace(int layer, int layers, int64_t rows, int64_t cols, int64_t depth, int block_m, int block_n, int block_k) : layer(layer) {
+    tiles_m = static_cast<int>((rows + block_m - 1) / block_m);
+    tiles_n = static_cast<int>((cols + block_n - 1) / block_n);
+    const int index = static_cast<int>(blockIdx.x) / layers;
+    batch_idx = index / (tiles_m * tiles_n);
+    const TileIndex tile = grouped_tile(index - batch_idx * tiles_m * tiles_n, tiles_m, tiles_n);
+    tile_m = static_cast<int>(tile.m);
+    tile_n = static_cast<int>(tile.n);
+    const int k_tiles = static_cast<int>((depth + block_k - 1) / block_k);
+    k_begin = k_tiles * layer / layers;
+    k_end = k_tiles * (layer + 1) / layers;
+  }
+};
+
+#endif
+
+}  // namespace ortplugins
