@@ -49,6 +49,13 @@ __device__ __forceinline__ float2 unpack_half2<__half>(uint32_t v) { return __ha
 template <>
 __device__ __forceinline__ float2 unpack_half2<__nv_bfloat16>(uint32_t v) { return __bfloat1622float2(*reinterpret_cast<const __nv_bfloat162*>(&v)); }
 
+// Two floats as sums of two float16 each, hi + lo, in 32-bit registers as pack_half2's: 22 bits, down to 2^-25.
+__device__ __forceinline__ void split_half2(float x, float y, uint32_t* hi, uint32_t* lo) {
+  *hi = pack_half2<__half>(x, y);
+  const float2 rounded = unpack_half2<__half>(*hi);
+  *lo = pack_half2<__half>(x - rounded.x, y - rounded.y);
+}
+
 constexpr int kPackBytes = 16;
 template <class T>
 constexpr int kPackSize = kPackBytes / static_cast<int>(sizeof(T));  // elements in a pack: 4 or 8

@@ -150,6 +150,18 @@ template <int64_t kDim>
 bool supports_mma_split(const AttentionParams& p, const DeviceInfo& device) {
   return supports_mma<kDim>(p, device) && p.q_len <= 16;
 }
+template <int64_t kDim>
+bool supports_simt_float(const AttentionParams& p, const DeviceInfo& device) {
+  return attention_simt_supports(p, device, kDim);
+}
+// Two blocks of 128 rows share a multiprocessor, or three of 64; the larger read k and v less often.
+bool suits_simt_128(const AttentionParams& p, const DeviceInfo& device) {
+  const auto rounds = [&](int64_t rows, int64_t blocks) {
+    const int64_t slots = std::max(device.sm_count, 1) * blocks;
+    return ((p.q_len + rows - 1) / rows * p.heads * p.batch + slots - 1) / slots;
+  };
+  return rounds(128, 2) * 4 <= rounds(64, 3) * 3;
+}
 // A variant more exact than what is asked for may serve, never one that is less.
 template <int64_t kDim>
 bool supports_tf32x3(const AttentionParams& p, const DeviceInfo& device) {
@@ -165,6 +177,16 @@ template <int64_t kDim>
 bool supports_wgmma(const AttentionParams& p, const DeviceInfo& device) {
   return attention_wgmma_supports(p, device, kDim);
 }
+template <int64_t kDim>
+bool supports_fp16x3(const AttentionParams& p, const DeviceInfo& device) {
+  return attention_fp16_supports(p, device, kDim);
+}
+template <int64_t kDim>
+bool supports_fp16(const AttentionParams& p, const DeviceInfo& device) {
+  return attention_fp16_supports(p, device, kDim) && p.precision == Precision::kTf32;
+}
+// Three kernels, 15 us at least; the one of sm_80 takes 7 us, and 5 us for each 32 keys, one tile after the other.
+bool suits_fp16(const AttentionParams& p, const DeviceInfo&) { return p.total_len() >= 64; }
 // Shorter caches leave most multiprocessors idle, and merging costs a second kernel.
 bool suits_wgmma_split(const AttentionParams& p, const DeviceInfo&) { return p.total_len() >= 256; }
 template <int64_t kDim>
@@ -222,6 +244,16 @@ constexpr Variant<AttentionParams> kAttentionVariants[] = {
     {156, "sm90a_wgmma_128x96x192_s2", DeviceKind::kCuda, supports_wgmma<192>, launch_attention_wgmma_192},
     {158, "sm90a_wgmma_128x80x256_s2", DeviceKind::kCuda, supports_wgmma<256>, launch_attention_wgmma_256},
 #endif
+#if ORTPLUGINS_WITH_SM90A
+    {163, "sm90a_fp16_128x128x64_s2", DeviceKind::kCuda, supports_fp16<64>, launch_attention_fp16_64, attention_fp16_64_workspace,
+     suits_fp16},
+    {164, "sm90a_fp16_128x64x128_s2", DeviceKind::kCuda, supports_fp16<128>, launch_attention_fp16_128, attention_fp16_128_workspace,
+     suits_fp16},
+    {161, "sm90a_fp16x3_128x128x64_s2", DeviceKind::kCuda, supports_fp16x3<64>, launch_attention_fp16x3_64,
+     attention_fp16x3_64_workspace, suits_fp16},
+    {162, "sm90a_fp16x3_128x64x128_s2", DeviceKind::kCuda, supports_fp16x3<128>, launch_attention_fp16x3_128,
+     attention_fp16x3_128_workspace, suits_fp16},
+#endif
     {131, "sm80_mma_128x64x64", DeviceKind::kCuda, supports_mma<64>, launch_attention_mma_64},
     {132, "sm80_mma_128x32x128", DeviceKind::kCuda, supports_mma<128>, launch_attention_mma_128},
     {133, "sm80_mma_64x32x256", DeviceKind::kCuda, supports_mma<256>, launch_attention_mma_256},
@@ -231,6 +263,10 @@ constexpr Variant<AttentionParams> kAttentionVariants[] = {
     {141, "sm80_tf32x3_64x32x64", DeviceKind::kCuda, supports_tf32x3<64>, launch_attention_tf32x3_64},
     {142, "sm80_tf32x3_64x32x128", DeviceKind::kCuda, supports_tf32x3<128>, launch_attention_tf32x3_128},
     {143, "sm80_tf32x3_64x16x256", DeviceKind::kCuda, supports_tf32x3<256>, launch_attention_tf32x3_256},
+    {103, "simt_fp32_128x64x64", DeviceKind::kCuda, supports_simt_float<64>, launch_attention_simt_64, nullptr, suits_simt_128},
+    {106, "simt_fp32_64x64x64", DeviceKind::kCuda, supports_simt_float<64>, launch_attention_simt_short},
+    {104, "simt_fp32_128x64x128", DeviceKind::kCuda, supports_simt_float<128>, launch_attention_simt_128},
+    {105, "simt_fp32_128x32x256", DeviceKind::kCuda, supports_simt_float<256>, launch_attention_simt_256},
     {101, "simt_fp32_64x64", DeviceKind::kCuda, supports_any, launch_attention_simt},
 #endif
     {3, "cpu_avx512", DeviceKind::kCpu, supports_isa<AttentionParams, CpuIsa::kAvx512>, launch_attention_cpu_avx512, attention_cpu_workspace_bytes_avx512},

@@ -138,14 +138,16 @@ __device__ __forceinline__ int64_t mask_row_offset(const AttentionParams& p, int
   return b * p.mask_stride_batch + h * p.mask_stride_head + i * p.mask_stride_seq;
 }
 
-// What the mask adds, in log2 units. A finite number stays finite: the lowest float times log2(e) would not, and a row of
+// What a mask's number adds, in log2 units. A finite one stays finite: the lowest float times log2(e) would not, and a row of
 // them is the mean of v, not a masked row. NaN stays NaN.
+__device__ __forceinline__ float mask_log2(float m) {
+  const float t = m * kLog2e;
+  return m >= -FLT_MAX && t < -FLT_MAX ? -FLT_MAX : t;
+}
 template <class T>
 __device__ __forceinline__ float mask_value(const AttentionParams& p, int64_t offset) {
   if (p.mask_dtype == DType::kBool) return static_cast<const uint8_t*>(p.mask)[offset] != 0 ? 0.0F : -INFINITY;
-  const float m = to_float(static_cast<const T*>(p.mask)[offset]);
-  const float t = m * kLog2e;
-  return m >= -FLT_MAX && t < -FLT_MAX ? -FLT_MAX : t;
+  return mask_log2(to_float(static_cast<const T*>(p.mask)[offset]));
 }
 
 // Score plus mask. -inf wins over everything, also over the NaN of a masked key.
@@ -214,6 +216,17 @@ template <class T>
 __device__ __noinline__ void attend_row_exactly(const AttentionLaunch& a, int64_t b, int64_t h, int64_t i,
                                                  int64_t dim_begin, int64_t dim_end) {
   attend_row_exactly_inline<T>(a, b, h, i, dim_begin, dim_end);
+}
+
+// Keeps the compiler from computing what depends on `v` ahead of a loop, where it would hold registers all the while.
+template <class Integer>
+__device__ __forceinline__ Integer computed_in_place(Integer v) {
+  if constexpr (sizeof(Integer) == 8) {
+    asm volatile("" : "+l"(v));
+  } else {
+    asm volatile("" : "+r"(v));
+  }
+  return v;
 }
 
 // The part of the work that one block does: a tile of query rows of one sequence against a range of keys. Row r of a tile

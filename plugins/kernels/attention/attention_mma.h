@@ -20,17 +20,9 @@ __device__ __forceinline__ uint32_t tile_offset(int row, int chunk) {
 }
 
 // A tile's place in shared memory is a multiple of its row's bytes. So the address of chunk c + 2i of a row is that of its
-// chunk c (0 or 1) with i << 5 exclusive-or'ed in: one instruction at the place of use. The empty
-// assembly keeps the compiler from computing all of them ahead of the mainloop, where they take up to 50 registers.
+// chunk c (0 or 1) with i << 5 exclusive-or'ed in: one instruction at the place of use (ahead of the mainloop they would take
+// up to 50 registers).
 constexpr int kTileAlign = 1024;
-__device__ __forceinline__ uint32_t computed_in_place(uint32_t address) {
-  asm volatile("" : "+r"(address));
-  return address;
-}
-__device__ __forceinline__ int64_t computed_in_place(int64_t item) {
-  asm volatile("" : "+l"(item));
-  return item;
-}
 
 // Loads kRows rows of `dim` elements; row_of(r) gives row r, or null for a row of zeros. Columns from `dim` to the next
 // multiple of 16 become zeros, those beyond are neither written nor read. Aligned rows travel by cp.async; others pass

@@ -9,7 +9,9 @@
 // conflicts: q and k are read at 4g + t, and v at 8t + g. The latter because the weights do not change lanes between the
 // products: accumulator columns 2t and 2t + 1 serve as columns t and t + 4 of the A fragment, which only means that the
 // keys of a step are summed in another order, and so v's rows 2t and 2t + 1 go into the B fragment.
+#include "kernels/attention/attention_float_tile.h"
 #include "kernels/attention/attention_mma.h"
+#include "kernels/attention/attention_scaled.h"
 #include "kernels/attention/variants.h"
 
 namespace ortplugins {
@@ -60,33 +62,8 @@ __device__ __forceinline__ void mma_step(float (&c)[kN][4], const FragmentA<kSpl
   for (int n = 0; n < kN; ++n) mma_m16n8k8_tf32(c[n], a.hi, b[n][0].hi, b[n][1].hi);
 }
 
-// Loads kRows rows of `dim` floats; row_of(r) gives row r, or null for a row of zeros. Columns from `dim` to the next
-// multiple of 32 become zeros.
-template <int kDim, int kRows, class RowOf>
-__device__ __forceinline__ void load_float_tile(float* tile, int thread, int dim, bool packs, const void* anywhere, RowOf row_of) {
-  constexpr int kChunks = kDim / 4;
-  constexpr int kRowsPerPass = kThreads / kChunks;
-  const int col = thread % kChunks * 4;
-  if (col >= (dim + 31) / 32 * 32) return;
-#pragma unroll 4
-  for (int n = 0; n < kRows / kRowsPerPass; ++n) {
-    const int r = thread / kChunks + n * kRowsPerPass;
-    const float* const row = row_of(r);
-    const uint32_t to = smem_address(tile + r * (kDim + 4) + col);
-    const int valid = row == nullptr ? 0 : dim - col;
-    if (packs) {
-      cp_async_16(to, valid > 0 ? static_cast<const void*>(row + col) : anywhere, valid > 0 ? 16 : 0);
-    } else {
-#pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        cp_async_4(to + 4 * e, e < valid ? static_cast<const void*>(row + col + e) : anywhere, e < valid ? 4 : 0);
-      }
-    }
-  }
-}
-
 template <int kDim, int kBlockN, bool kSplit>
-__global__ void __launch_bounds__(kThreads) attention_tf32_kernel(const __grid_constant__ AttentionLaunch a) {
+__global__ void __launch_bounds__(kThreads) attention_tf32_kernel(const __grid_constant__ AttentionLaunch a, const uint32_t* redo) {
   constexpr int kStride = kDim + 4;
   constexpr int kTiles = kBlockN / 8;
   extern __shared__ __align__(128) float smem_floats[];
@@ -99,18 +76,19 @@ __global__ void __launch_bounds__(kThreads) attention_tf32_kernel(const __grid_c
   KeyBand band;
   if (!attention_tile(a, work_item(), kBlockM, kBlockN, &tile, &band)) return;
   const int64_t h = tile.head0;
+  if (redo != nullptr && redo[(tile.b * p.heads + h) * a.tiles + tile.row0 / kBlockM] == 0) return;
   const int thread = static_cast<int>(threadIdx.x);
   const int warp_idx = thread / 32, lane_idx = thread % 32, g = lane_idx / 4, t = lane_idx % 4;
   const int head_dim = static_cast<int>(p.head_dim), v_head_dim = static_cast<int>(p.v_head_dim);
   const KeyRows<float> k = k_rows<float>(p, tile.b, h / a.group), v = v_rows<float>(p, tile.b, h / a.group);
 
   const auto load_k = [&](int j0) {
-    load_float_tile<kDim, kBlockN>(sK, thread, head_dim, (a.packs & kPacksK) != 0, p.k,
+    load_float_tile<kDim, kStride, kBlockN, kThreads>(sK, thread, head_dim, (a.packs & kPacksK) != 0, p.k,
                                    [&](int r) { return j0 + r < tile.last ? k.row(j0 + r) : nullptr; });
     cp_async_commit();
   };
   const auto load_v = [&](int j0) {
-    load_float_tile<kDim, kBlockN>(sV, thread, v_head_dim, (a.packs & kPacksV) != 0, p.v,
+    load_float_tile<kDim, kStride, kBlockN, kThreads>(sV, thread, v_head_dim, (a.packs & kPacksV) != 0, p.v,
                                    [&](int r) { return j0 + r < tile.last ? v.row(j0 + r) : nullptr; });
     cp_async_commit();
   };
@@ -118,7 +96,7 @@ __global__ void __launch_bounds__(kThreads) attention_tf32_kernel(const __grid_c
   // Prologue.
   if (tile.first < tile.last) {
     const float* const q = static_cast<const float*>(p.q) + tile.b * p.q_strides.batch + h * p.q_strides.head;
-    load_float_tile<kDim, kBlockM>(sQ, thread, head_dim, (a.packs & kPacksQ) != 0, p.q, [&](int r) {
+    load_float_tile<kDim, kStride, kBlockM, kThreads>(sQ, thread, head_dim, (a.packs & kPacksQ) != 0, p.q, [&](int r) {
       return tile.row0 + r < tile.rows ? q + (tile.row0 + r) * p.q_strides.seq : nullptr;
     });
     load_k(tile.first);
@@ -249,18 +227,22 @@ __global__ void __launch_bounds__(kThreads) attention_tf32_kernel(const __grid_c
   }
 }
 
+// `redo`: which tiles to do, one word for each; null: all.
 template <int kDim, int kBlockN, bool kSplit>
-Status launch_tf32(const AttentionParams& params, const ExecContext& context) {
+Status launch_tf32_tiles(AttentionLaunch a, const uint32_t* redo, const ExecContext& context) {
   constexpr int kSmemBytes = (kBlockM + 2 * kBlockN) * (kDim + 4) * 4;
-  bool done = false;
-  ORTPLUGINS_RETURN_IF_ERROR(attention_prologue(params, context, &done));
-  if (done) return {};
-  AttentionLaunch a = make_attention_launch(params);
-  a.tiles = ceil_div(params.q_len, kBlockM);
+  a.tiles = ceil_div(a.p.q_len, kBlockM);
   static SmemLimit limit;
   const auto kernel = attention_tf32_kernel<kDim, kBlockN, kSplit>;
   ORTPLUGINS_RETURN_IF_ERROR(limit.raise(kernel, *context.device, kSmemBytes));
-  return launch("attention_tf32_kernel", kernel, work_grid(a.tiles * params.heads * params.batch), kThreads, kSmemBytes, context, a);
+  return launch("attention_tf32_kernel", kernel, work_grid(a.tiles * a.p.heads * a.p.batch), kThreads, kSmemBytes, context, a, redo);
+}
+
+template <int kDim, int kBlockN, bool kSplit>
+Status launch_tf32(const AttentionParams& params, const ExecContext& context) {
+  bool done = false;
+  ORTPLUGINS_RETURN_IF_ERROR(attention_prologue(params, context, &done));
+  return done ? Status{} : launch_tf32_tiles<kDim, kBlockN, kSplit>(make_attention_launch(params), nullptr, context);
 }
 
 }  // namespace
@@ -272,5 +254,11 @@ Status launch_attention_tf32x3_256(const AttentionParams& params, const ExecCont
 Status launch_attention_tf32_64(const AttentionParams& params, const ExecContext& context) { return launch_tf32<64, 32, false>(params, context); }
 Status launch_attention_tf32_128(const AttentionParams& params, const ExecContext& context) { return launch_tf32<128, 32, false>(params, context); }
 Status launch_attention_tf32_256(const AttentionParams& params, const ExecContext& context) { return launch_tf32<256, 16, false>(params, context); }
+
+Status launch_attention_redo(AttentionLaunch a, const uint8_t* redo, int padded_dim, const ExecContext& context) {
+  static_assert(kRedoRows == kBlockM);
+  const auto* const words = reinterpret_cast<const uint32_t*>(redo);
+  return padded_dim == 64 ? launch_tf32_tiles<64, 32, true>(a, words, context) : launch_tf32_tiles<128, 32, true>(a, words, context);
+}
 
 }  // namespace ortplugins

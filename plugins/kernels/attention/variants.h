@@ -14,6 +14,11 @@ int64_t attention_cpu_workspace_bytes_generic(const AttentionParams& params, con
 
 #if ORTPLUGINS_WITH_CUDA
 Status launch_attention_simt(const AttentionParams& params, const ExecContext& context);
+bool attention_simt_supports(const AttentionParams& params, const DeviceInfo& device, int64_t dim);  // float32; heads of at most `dim`
+Status launch_attention_simt_64(const AttentionParams& params, const ExecContext& context);
+Status launch_attention_simt_short(const AttentionParams& params, const ExecContext& context);
+Status launch_attention_simt_128(const AttentionParams& params, const ExecContext& context);
+Status launch_attention_simt_256(const AttentionParams& params, const ExecContext& context);
 Status launch_attention_simt_split(const AttentionParams& params, const ExecContext& context);
 int64_t attention_simt_split_workspace(const AttentionParams& params, const DeviceInfo& device);
 Status launch_attention_mma_split_64(const AttentionParams& params, const ExecContext& context);
@@ -31,6 +36,15 @@ Status launch_attention_mma_128(const AttentionParams& params, const ExecContext
 Status launch_attention_mma_256(const AttentionParams& params, const ExecContext& context);
 #endif
 #if ORTPLUGINS_WITH_SM90A
+bool attention_fp16_supports(const AttentionParams& params, const DeviceInfo& device, int64_t dim);  // float32; heads of at most `dim`
+Status launch_attention_fp16x3_64(const AttentionParams& params, const ExecContext& context);
+Status launch_attention_fp16x3_128(const AttentionParams& params, const ExecContext& context);
+Status launch_attention_fp16_64(const AttentionParams& params, const ExecContext& context);
+Status launch_attention_fp16_128(const AttentionParams& params, const ExecContext& context);
+int64_t attention_fp16x3_64_workspace(const AttentionParams& params, const DeviceInfo& device);
+int64_t attention_fp16x3_128_workspace(const AttentionParams& params, const DeviceInfo& device);
+int64_t attention_fp16_64_workspace(const AttentionParams& params, const DeviceInfo& device);
+int64_t attention_fp16_128_workspace(const AttentionParams& params, const DeviceInfo& device);
 bool attention_wgmma_supports(const AttentionParams& params, const DeviceInfo& device, int64_t dim);  // heads of at most `dim`
 bool attention_wgmma_supports_plain(const AttentionParams& params, const DeviceInfo& device, int64_t dim);  // and no masks
 bool attention_wgmma_split_supports(const AttentionParams& params, const DeviceInfo& device);
