@@ -100,6 +100,16 @@ template <class Params, const OpSpec& kSpec, Bind<Params> kBind, const auto& kTa
 struct OpFunctions {
   static constexpr std::span<const Variant<Params>> table() { return kTable; }
 
+  static constexpr bool ids_differ() {
+    for (size_t i = 0; i < std::size(kTable); ++i) {
+      for (size_t j = 0; j < i; ++j) {
+        if (kTable[i].id == kTable[j].id) return false;
+      }
+    }
+    return true;
+  }
+  static_assert(ids_differ(), "two rows of the variant table have one id");
+
   static constexpr auto kInfos = [] {
     std::array<VariantInfo, std::size(kTable)> infos{};
     for (size_t i = 0; i < infos.size(); ++i) infos[i] = {kTable[i].id, kTable[i].name, kTable[i].device};

@@ -245,13 +245,13 @@ constexpr Variant<AttentionParams> kAttentionVariants[] = {
     {158, "sm90a_wgmma_128x80x256_s2", DeviceKind::kCuda, supports_wgmma<256>, launch_attention_wgmma_256},
 #endif
 #if ORTPLUGINS_WITH_SM90A
-    {163, "sm90a_fp16_128x128x64_s2", DeviceKind::kCuda, supports_fp16<64>, launch_attention_fp16_64, attention_fp16_64_workspace,
+    {173, "sm90a_fp16_128x128x64_s2", DeviceKind::kCuda, supports_fp16<64>, launch_attention_fp16_64, attention_fp16_64_workspace,
      suits_fp16},
-    {164, "sm90a_fp16_128x64x128_s2", DeviceKind::kCuda, supports_fp16<128>, launch_attention_fp16_128, attention_fp16_128_workspace,
+    {174, "sm90a_fp16_128x64x128_s2", DeviceKind::kCuda, supports_fp16<128>, launch_attention_fp16_128, attention_fp16_128_workspace,
      suits_fp16},
-    {161, "sm90a_fp16x3_128x128x64_s2", DeviceKind::kCuda, supports_fp16x3<64>, launch_attention_fp16x3_64,
+    {171, "sm90a_fp16x3_128x128x64_s2", DeviceKind::kCuda, supports_fp16x3<64>, launch_attention_fp16x3_64,
      attention_fp16x3_64_workspace, suits_fp16},
-    {162, "sm90a_fp16x3_128x64x128_s2", DeviceKind::kCuda, supports_fp16x3<128>, launch_attention_fp16x3_128,
+    {172, "sm90a_fp16x3_128x64x128_s2", DeviceKind::kCuda, supports_fp16x3<128>, launch_attention_fp16x3_128,
      attention_fp16x3_128_workspace, suits_fp16},
 #endif
     {131, "sm80_mma_128x64x64", DeviceKind::kCuda, supports_mma<64>, launch_attention_mma_64},
