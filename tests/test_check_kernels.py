@@ -7,6 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from ortplugins import native
+from ortplugins.register import get_library_path
+
 _SPEC = importlib.util.spec_from_file_location("check_kernels", Path(__file__).parents[1] / "scripts/check_kernels.py")
 check_kernels = importlib.util.module_from_spec(_SPEC)
 _SPEC.loader.exec_module(check_kernels)
@@ -71,3 +74,18 @@ def test_element_wise_stores_are_a_fault(store: str) -> None:
     kernel = check_kernels.Kernel("sm_90", "softmax_block_registers_kernel", 40, 0, 0, 0)
     sass = f"LDG.E.128 R4, [R2] ;\nMUFU.EX2 R4, R4 ;\n{store} [R2], R4 ;"
     assert check_kernels.faults_of(kernel, sass) == [r"no STG\.E\.128"]
+
+
+def test_kernels_of_this_build() -> None:
+    """What `scripts/check_kernels.py` says of the library, for the newest architecture in it, which the kernels are tuned
+    for: no spills, and the instructions meant."""
+    if not native.with_cuda:
+        pytest.skip("the library was built without CUDA")
+    cuobjdump = check_kernels.find_cuobjdump()
+    if cuobjdump is None:
+        pytest.skip("cuobjdump and nvdisasm are not installed")
+    examined = check_kernels.examine(Path(get_library_path()), cuobjdump)
+    assert len(examined) > 50
+    capability = {k.arch: int(k.arch.strip("sm_af")) for k, _ in examined}
+    of_newest = [(k, faults) for k, faults in examined if capability[k.arch] == max(capability.values())]
+    assert [(k.arch, check_kernels.short_name(k.name), *faults) for k, faults in of_newest if faults] == []
