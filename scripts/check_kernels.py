@@ -40,20 +40,24 @@ class Kernel(NamedTuple):
 
 
 class Expectation(NamedTuple):
-    """A kernel whose name matches ``kernel`` must have each of ``instructions`` (patterns of SASS)."""
+    """A kernel whose name matches ``kernel`` must have each of ``instructions`` (patterns of SASS), on architectures that
+    match ``arch``; elsewhere it is never launched."""
 
     kernel: str
     instructions: tuple[str, ...]
+    arch: str = ""
 
+
+_BULK_COPIES = r"sm_(9|1\d)\d"
 
 EXPECTATIONS = (
     Expectation(
-        r"softmax_(warp_per_row|block_registers|cluster_registers|online)_",
+        r"softmax_(warp_per_row|block_registers|online)_",
         (r"LDG\.E\.128", r"STG\.E\.128", r"MUFU\.EX2"),
     ),
     Expectation(r"softmax_shared_", (r"LDGSTS\.E\.\S*128", r"LDS\.128", r"STG\.E\.128", r"MUFU\.EX2")),
-    Expectation(r"softmax_ring_", (r"UBLKCP", r"STG\.E\.128", r"MUFU\.EX2")),
     Expectation(r"softmax_split_", (r"LDG\.E\.128", r"MUFU\.EX2")),
+    Expectation(r"layer_norm_ring_", (r"UBLKCP", r"LDS\.128"), _BULK_COPIES),
     Expectation(r"layer_norm_", (r"LDG\.E\.128", r"STG\.E\.128")),
     Expectation(r"(gemm|attention)_simt_", (r"FFMA",)),
     Expectation(r"gemm_mma_|attention_(mma|split|tf32)_", (r"HMMA", r"LDGSTS\.E\.\S*128")),
@@ -118,7 +122,8 @@ def examine(file: Path, cuobjdump: Path) -> list[tuple[Kernel, list[str]]]:
         sass = dict(parse_sass(run("nvdisasm", "--print-code", cubin.name, folder=cubin.parent)))
         kernels = parse_resources(run("cuobjdump", "--dump-resource-usage", cubin.name, folder=cubin.parent))
         arch = cubin.suffixes[-2].removeprefix(".")  # NAME.3.sm_90.cubin
-        return [(k._replace(arch=arch), faults_of(k, sass[k.name])) for k in kernels]
+        kernels = [k._replace(arch=arch) for k in kernels]
+        return [(k, faults_of(k, sass[k.name])) for k in kernels]
 
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor() as pool:
         run("cuobjdump", "--extract-elf", "all", str(file.resolve()), folder=Path(folder))
@@ -126,9 +131,10 @@ def examine(file: Path, cuobjdump: Path) -> list[tuple[Kernel, list[str]]]:
         return sorted(chain.from_iterable(pool.map(faults, cubins)))
 
 
-def missing_instructions(name: str, sass: str) -> list[str]:
+def missing_instructions(kernel: Kernel, sass: str) -> list[str]:
     """Patterns that the kernel should match and does not."""
-    wanted = [p for e in EXPECTATIONS if re.search(e.kernel, name) for p in e.instructions]
+    expected = [e for e in EXPECTATIONS if re.search(e.kernel, kernel.name) and re.match(e.arch, kernel.arch)]
+    wanted = [p for e in expected for p in e.instructions]
     return [p for p in wanted if not re.search(p, sass)]
 
 
@@ -137,7 +143,7 @@ def faults_of(kernel: Kernel, sass: str) -> list[str]:
     faults = []
     if kernel.local or " LDL" in sass or " STL" in sass:
         faults.append(f"local memory ({kernel.stack + kernel.local} bytes a thread)")
-    faults += [f"no {p}" for p in missing_instructions(kernel.name, sass)]
+    faults += [f"no {p}" for p in missing_instructions(kernel, sass)]
     return faults
 
 

@@ -192,9 +192,11 @@ def test_empty(variant, shape):
     assert y.shape == total.shape == shape
 
 
+@pytest.mark.parametrize("shape", ((100_003, 8), (2503, 4096)))
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_many_rows(variant):
-    check(variant, tensors(np.random.default_rng(0), [(100_003, 8)]))
+def test_many_rows(variant, shape):
+    """More than run at once: blocks that stay for several rows use their buffers again."""
+    check(variant, tensors(np.random.default_rng(0), [shape, shape]))
 
 
 def test_large_output_in_two_threads():

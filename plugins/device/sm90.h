@@ -1,4 +1,4 @@
-// Hopper's own instructions (sm_90a): mbarrier, bulk tensor copies (TMA), warpgroup matrix products and register
+// Hopper's own instructions (sm_90a): bulk tensor copies (TMA), warpgroup matrix products and register
 // reallocation. Only *_sm90a.cu files include this.
 //
 // wgmma, m64nNk16 for 16-bit elements or m64nNk8 for tf32, is issued by a warpgroup: four warps from a warp index divisible
@@ -12,40 +12,13 @@
 
 #include <cstdint>
 
+#include "device/bulk_copy.h"
 #include "device/cluster.h"
 #include "device/cp_async.h"
 
 namespace ortplugins {
 
-// --- mbarrier -----------------------------------------------------------------------------------------------------------
-
-// `count` arrivals, and the bytes announced with them, complete a phase. One thread; then fence_barrier_init and a barrier.
-__device__ __forceinline__ void mbarrier_init(uint32_t barrier, int count) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;\n" ::"r"(barrier), "r"(count) : "memory");
-}
-__device__ __forceinline__ void fence_barrier_init() { asm volatile("fence.mbarrier_init.release.cluster;\n" ::: "memory"); }
-__device__ __forceinline__ void mbarrier_arrive(uint32_t barrier) {
-  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];\n" ::"r"(barrier) : "memory");
-}
-// Arrives and announces bytes that copies will bring.
-__device__ __forceinline__ void mbarrier_arrive_expect(uint32_t barrier, int bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;\n" ::"r"(barrier), "r"(bytes) : "memory");
-}
-// Arrives once all cp.async copies that this thread has issued have landed; it is counted in from the start.
-__device__ __forceinline__ void mbarrier_arrive_after_copies(uint32_t barrier) {
-  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];\n" ::"r"(barrier) : "memory");
-}
-// Waits for the end of the phase of this parity; a new barrier is in phase 0, and the phase before it counts as over.
-__device__ __forceinline__ void mbarrier_wait(uint32_t barrier, uint32_t parity) {
-  uint32_t done = 0;
-  while (done == 0) {
-    asm volatile(
-        "{\n.reg .pred p;\nmbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}\n"
-        : "=r"(done)
-        : "r"(barrier), "r"(parity)
-        : "memory");
-  }
-}
+// --- Rings --------------------------------------------------------------------------------------------------------------
 
 // A ring of kStages buffers: where it stands, and the parity to wait for there.
 template <int kStages>

@@ -29,12 +29,14 @@ inline bool layer_norm_aligned(const LayerNormParams& p) {
 
 constexpr int64_t kLayerNormWarpElements = 1024;  // a warp holds 32 for each lane in registers
 constexpr int64_t kLayerNormBlockElements = 12288;  // as packs, in the registers of a block
+constexpr int64_t kLayerNormRingWarpElements = 768;  // a warp of the variant `ring` holds three packs for each lane
 
 // Dynamic shared memory that a block may take beside its few static words.
 inline int layer_norm_shared_bytes(const DeviceInfo& device) { return device.max_smem_per_block - 256; }
 
 Status launch_layer_norm_warp_per_row(const LayerNormParams& params, const ExecContext& context);
 Status launch_layer_norm_block_registers(const LayerNormParams& params, const ExecContext& context);
+Status launch_layer_norm_ring(const LayerNormParams& params, const ExecContext& context);
 Status launch_layer_norm_block_shared(const LayerNormParams& params, const ExecContext& context);
 Status launch_layer_norm_block_reread(const LayerNormParams& params, const ExecContext& context);
 #endif
