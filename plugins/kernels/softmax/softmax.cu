@@ -131,9 +131,10 @@ __global__ void __launch_bounds__(kStridedThreads)
   const int64_t inner_tiles = (p.inner + threads_x - 1) / threads_x;
   const int64_t tiles = p.rows / p.inner * inner_tiles;
   for (int64_t tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
-    const int64_t inner_idx = tile % inner_tiles * threads_x + x_idx;
+    const int64_t outer_idx = tile / inner_tiles;
+    const int64_t inner_idx = (tile - outer_idx * inner_tiles) * threads_x + x_idx;
     const bool active = inner_idx < p.inner;
-    const int64_t row_idx = tile / inner_tiles * p.inner + (active ? inner_idx : 0);
+    const int64_t row_idx = outer_idx * p.inner + (active ? inner_idx : 0);
     const T* x = static_cast<const T*>(p.x) + p.row_offset(row_idx);
     T* y = static_cast<T*>(p.y) + p.row_offset(row_idx);
     const SoftmaxMask<T, true> mask(p, row_idx, 0);
