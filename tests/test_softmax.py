@@ -167,6 +167,8 @@ MASKED = [
         (2, 3, 5, 37),
         [(37,), (5, 37), (5, 1), (2, 1, 1, 37), (1, 3, 1, 37), (2, 3, 5, 37), (2, 1, 5, 1), (1,), ()],
     ),
+    # Rows that CPU kernels keep in registers, by the width of their vectors
+    *(m for n in (30, 61, 121) for m in masked(f"register_{n}", (2, 5, n), [(n,), (5, 1), (2, 1, n)])),
     *masked("longest", (2, 66001), [(66001,), (2, 1)]),
     *masked("long", (2, 3, 4501), [(4501,), (3, 4501), (2, 1, 4501), (3, 1)]),
     *masked(
@@ -195,7 +197,7 @@ MASKED = [
             ),
         )
         for kind in ("bool", "-inf")
-        for shape, axis in (((4, 40), -1), ((3, 5000), -1), ((3, 20, 40), 1), ((3, 20, 5), 1))
+        for shape, axis in (((4, 40), -1), ((4, 30), -1), ((4, 61), -1), ((4, 121), -1), ((3, 5000), -1), ((3, 20, 40), 1), ((3, 20, 5), 1))
     ),
     Case("masked_all", (3, 70), mask=(), spoil=lambda inputs: inputs[MASK].fill(False)),
     Case(
@@ -207,6 +209,8 @@ VALUES = [
     Case("all_equal", (5, 77), spoil=fill(-3.5)),
     Case("all_lowest", (3, 77), spoil=lambda inputs: inputs[X].fill(LOWEST[inputs[X].dtype.name])),
     Case("huge", (5, 77), spoil=huge),
+    *(Case(f"huge_{n}", (5, n), spoil=huge) for n in (30, 61, 121)),
+    *(Case(f"nan_{n}", (5, n), spoil=lambda inputs: inputs[X].__setitem__((2, 0), np.nan)) for n in (30, 61, 121)),
     Case("huge_axis_0", (77, 20), {"axis": 0}, spoil=huge),
     Case("huge_long", (2, 5001), spoil=huge),
     # All equal and huge after scaling: 0.7 and 1/sqrt(128) round, and so do their products
@@ -233,7 +237,7 @@ VALUES = [
             {"axis": axis},
             spoil=lambda inputs, axis=axis: np.moveaxis(inputs[X], axis, -1).__setitem__(0, -np.inf),
         )
-        for shape, axis in (((4, 40), -1), ((3, 5000), -1), ((3, 20, 40), 1), ((3, 20, 5), 1))
+        for shape, axis in (((4, 40), -1), ((4, 30), -1), ((4, 61), -1), ((4, 121), -1), ((3, 5000), -1), ((3, 20, 40), 1), ((3, 20, 5), 1))
     ),
     Case("-inf_and_nan", (3, 50), spoil=lambda inputs: (put(1, -np.inf)(inputs), put((1, 7), np.nan)(inputs))),
     Case("first_block_-inf", (2, 5000), spoil=put((slice(None), slice(0, 2500)), -np.inf)),

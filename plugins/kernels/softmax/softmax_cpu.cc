@@ -30,6 +30,7 @@ constexpr int64_t kBlockCols = 2048;   // of a longer row; also the longest sing
 constexpr int64_t kMaxBlocks = 512;    // of a float row; beyond a million columns blocks are longer
 // Short rows go in groups, of at most this many columns together: x and y then stay in L1 between the steps.
 constexpr int64_t kGroupRows = 8, kGroupCols = 1024;
+constexpr int kRegisterVecs = 8;  // rows of seven to eight vectors stay in registers: 128 columns with AVX-512
 constexpr int64_t kTaskElements = 16384;  // about 10 us, several times the cost of handing out a task
 constexpr int64_t kTasksPerCore = 4;      // more break up the streams through memory: 32 tasks for two cores cost up to 15 %
 enum class Mask : uint8_t { kNone, kAdditive, kBool };
@@ -70,6 +71,10 @@ class ContiguousRows {
   void run(int64_t first_row, int64_t end_row) {
     const int64_t fit = kGroupCols / p_.cols;
     const int64_t group = fit > kGroupRows ? kGroupRows : fit < 1 ? 1 : fit;
+    if (!p_.log && p_.cols > (kRegisterVecs - 1) * kWidth && p_.cols <= kRegisterVecs * kWidth) {
+      for (int64_t row = first_row; row < end_row; ++row) register_row(row);
+      return;
+    }
     for (int64_t row = first_row; row < end_row; row += group) {
       if (p_.cols <= (kInPlace ? kBlockCols : kBufferCols)) {
         short_rows(row, end_row - row < group ? end_row - row : group);
@@ -161,6 +166,40 @@ class ContiguousRows {
     int64_t c = 0;
     for (; c + kWidth <= n; c += kWidth) simd::store(y + c, value(c, kWidth));
     if (c < n) simd::store_tail(y + c, value(c, n - c), n - c);
+  }
+
+  // A row that fits in registers is read once and written once.
+  void register_row(int64_t row) {
+    const T* x = x_of(row);
+    const Element* mask = mask_of(row);
+    const int64_t last = p_.cols - (kRegisterVecs - 1) * kWidth;  // lanes of the last vector
+    Float e[kRegisterVecs];
+#pragma GCC unroll 8
+    for (int v = 0; v < kRegisterVecs; ++v) {
+      const int64_t lanes = v + 1 < kRegisterVecs ? kWidth : last;
+      e[v] = score_at(x, mask, v * kWidth, lanes);
+      if (v + 1 == kRegisterVecs && lanes < kWidth) e[v] = simd::lane_mask(lanes) ? e[v] : simd::broadcast(-kInfinity);
+    }
+    const float m = simd::reduce_max(max_of(e));
+    const Float shift = simd::broadcast(shift_of(m));
+    Float sum[2] = {simd::zero(), simd::zero()};
+#pragma GCC unroll 8
+    for (int v = 0; v < kRegisterVecs; ++v) {
+      e[v] = simd::exp_nonpositive(e[v] - shift);
+      sum[v % 2] += e[v];
+    }
+    const Float factor = simd::broadcast(factor_of(m, simd::reduce_sum(sum[0] + sum[1])));
+    T* y = y_of(row);
+#pragma GCC unroll 8
+    for (int v = 0; v + 1 < kRegisterVecs; ++v) simd::store(y + v * kWidth, e[v] * factor);
+    store_lanes(y + (kRegisterVecs - 1) * kWidth, e[kRegisterVecs - 1] * factor, last);
+  }
+
+  static Float max_of(const Float (&v)[kRegisterVecs]) {
+    Float m[2] = {v[0], v[1]};
+#pragma GCC unroll 8
+    for (int i = 2; i < kRegisterVecs; ++i) m[i % 2] = simd::max(m[i % 2], v[i]);
+    return simd::max(m[0], m[1]);
   }
 
   // Each step is done for all rows of a group before the next, so that the end of one row's maximum or sum, a chain of

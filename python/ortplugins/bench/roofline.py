@@ -102,7 +102,7 @@ class Plot(NamedTuple):
 
 def plot_of(kernel: str, device: str, ceilings: Ceilings, records: Sequence[RawRecord]) -> Plot | None:
     """The plot of an op's records on one device; None where there is nothing to draw."""
-    records = [r for r in records if kernel_of(r) == kernel and limit(r, ceilings) is not None]
+    records = [r for r in records if limit(r, ceilings) is not None and kernel_of(r) == kernel]
     if not records:
         return None
     names = sorted({arithmetic(r) for r in records})
