@@ -63,7 +63,8 @@ float log_sum_of(float m, float sum) { return m == -kInfinity && sum == 0.0F ? 0
 // --- Rows of contiguous columns
 // ----------------------------------------------------------------------------------------
 
-template <class T, Mask kMask>
+// kScaled: scores are not simply x; where they are, both passes over x do without the multiplication.
+template <class T, Mask kMask, bool kScaled>
 class ContiguousRows {
  public:
   explicit ContiguousRows(const SoftmaxParams& p) : p_(p), scale_(simd::broadcast(p.scale)) {}
@@ -106,6 +107,7 @@ class ContiguousRows {
   }
 
   Float score_at(const T* x, const Element* mask, int64_t c, int64_t n) const {
+    if constexpr (!kScaled) return load_lanes(x + c, n);
     return score<kMask, T>(load_lanes(x + c, n), scale_, mask + c * p_.mask_col_stride, p_.mask_col_stride == 0, n);
   }
 
@@ -479,7 +481,13 @@ template <class T, Mask kMask>
 Status run(const SoftmaxParams& p, const ExecContext& context) {
   if (p.inner == 1) {
     parallel_ranges(context, p, p.rows,
-                    [&](int64_t begin, int64_t end) { ContiguousRows<T, kMask>(p).run(begin, end); });
+                    [&](int64_t begin, int64_t end) {
+                      if (kMask == Mask::kNone && p.scale == 1.0F) {
+                        ContiguousRows<T, kMask, kMask != Mask::kNone>(p).run(begin, end);
+                      } else {
+                        ContiguousRows<T, kMask, true>(p).run(begin, end);
+                      }
+                    });
   } else {
     const StridedRows<T, kMask> rows(p);
     parallel_ranges(context, p, rows.units(), [&](int64_t begin, int64_t end) { rows.run(begin, end); });
