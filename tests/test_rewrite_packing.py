@@ -52,6 +52,21 @@ def test_projections_of_one_input_are_joined(biases: tuple[int, ...]) -> None:
     assert [s.status for s in result.report.select("linear")] == ["fused"] * 3
 
 
+@pytest.mark.parametrize("early", [False, True], ids=["asked_last", "asked_first"])
+def test_result_whose_shape_is_asked_for(early: bool) -> None:
+    """Who asks for the shape of what goes is none of its readers, wherever it stands among them."""
+    g = Graph()
+    x = g.add("Reshape", g.add("MatMul", _input(g), g.weight(W, 3 * W)), np.array([0, 0, 3, N, D]))
+    parts = [g.add("Gather", g.add("Transpose", x, perm=[2, 0, 3, 1, 4]), np.array(i), axis=0) for i in range(3)]
+    y = _attend(g, *parts)
+    sizes = g.add("Shape", y) if early else None
+    out = g.merge(y, W)
+    g.output(out)
+    g.output(g.add("Gather", sizes or g.add("Shape", y), np.array(2)), np.int64, [])
+    result = check(g.model(), _values())
+    assert fused(result.model, "FusedAttention")[0]["layout"] == "BS3NH"
+
+
 def test_projections_that_something_else_reads_stay_apart() -> None:
     g = Graph()
     x = _input(g)

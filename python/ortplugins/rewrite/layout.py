@@ -10,8 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import TypeVar
 
 from .symbolic import Size, exact_div, product
+
+_T = TypeVar("_T")
 
 
 class Factor:
@@ -102,15 +105,12 @@ def _ones(pending: Sequence[Factor]) -> int:
     return sum(f.size == 1 for f in pending)
 
 
-def permute(arrangement: Arrangement, perm: Sequence[int]) -> Arrangement:
-    return [arrangement[p] for p in perm]
+def permute(axes: Sequence[_T], perm: Sequence[int]) -> list[_T]:
+    return [axes[p] for p in perm]
 
 
-def unpermute(arrangement: Arrangement, perm: Sequence[int]) -> Arrangement:
-    out: Arrangement = [[]] * len(perm)
-    for i, p in enumerate(perm):
-        out[p] = arrangement[i]
-    return out
+def unpermute(axes: Sequence[_T], perm: Sequence[int]) -> list[_T]:
+    return [axes[i] for i in sorted(range(len(perm)), key=perm.__getitem__)]
 
 
 def same(a: Sequence[Sequence[Factor]], b: Sequence[Sequence[Factor]]) -> bool:

@@ -15,8 +15,9 @@ from dataclasses import dataclass
 import numpy as np
 import onnx_ir as ir
 
-from ..ops import DOMAIN
+from ..ops import DOMAIN, find
 from .facts import REFERENCE, Facts, attr, op_of, tensor_of
+from .layout import unpermute
 from .symbolic import Size
 from .tape import Tape
 
@@ -69,17 +70,16 @@ def pack(node: ir.Node, facts: Facts, tape: Tape) -> tuple[list[tuple[ir.Value, 
         heads, dim = shape[2 if layout == "BSNH" else 1], shape[3]
         if not isinstance(heads, int) or not isinstance(dim, int):
             return None
-    y = _result(facts, node, layout, (shape[0], shape[1 if len(shape) == 3 or layout == "BSNH" else 2], heads * dim))
-    flattening = _flattening(facts, node, layout) if y is None else None
-    if y is None and flattening is None:
+    result = _result(facts, node, layout, (shape[0], shape[1 if len(shape) == 3 or layout == "BSNH" else 2], heads * dim))
+    flattening = _flattening(facts, node, layout) if result is None else None
+    if result is None and flattening is None:
         return None
     packed = (
         _split(facts, node, heads, dim, tape) or _slices(facts, node, layout) or _joined(facts, node, heads, dim, tape)
     )
     if packed is None:
         return None
-    spared = ("layout", "num_heads", "kv_num_heads", "plugin_version", "plugin_namespace", "plugin_outputs")
-    attributes = {name: a.value for name, a in node.attributes.items() if name not in spared}
+    attributes = _attributes(node, "layout", "num_heads", "kv_num_heads")
     fused = tape.fused(
         "FusedAttention",
         [packed.value] * 3 + list(node.inputs[3:]),
@@ -90,17 +90,21 @@ def pack(node: ir.Node, facts: Facts, tape: Tape) -> tuple[list[tuple[ir.Value, 
     fused.metadata_props.update(node.metadata_props)
     fused.doc_string = node.doc_string
     presents = list(zip(node.outputs[1:], fused.outputs[1:]))
-    if y is None:
+    if result is None:
         flattening.replace_input_with(0, fused.outputs[0])
         return presents, [node, *packed.gone]
-    return [(y, fused.outputs[0]), *presents], [node, *_between(node.outputs[0], y), *packed.gone]
+    y, behind = result
+    return [(y, fused.outputs[0]), *presents], [node, *behind, *packed.gone]
 
 
-def _result(facts: Facts, node: ir.Node, layout: str, wanted: Sequence[Size]) -> ir.Value | None:
-    """The value that is the attention's result as (batch, sequence, heads * head_dim), if the graph has one."""
-    y = node.outputs[0]
+def _result(
+    facts: Facts, node: ir.Node, layout: str, wanted: Sequence[Size]
+) -> tuple[ir.Value, list[ir.Node]] | None:
+    """The value that is the attention's result as (batch, sequence, heads * head_dim), if the graph has one, and the nodes
+    that lead to it."""
+    y, nodes = node.outputs[0], []
     if facts.rank(y) == 3:
-        return y
+        return y, nodes
     for expected in ("Transpose", "Reshape") if layout == "BNSH" else ("Reshape",):
         reader = facts.only_reader(y)
         if reader is None or op_of(reader) != expected or reader.inputs[0] is not y or reader.graph is not node.graph:
@@ -108,7 +112,8 @@ def _result(facts: Facts, node: ir.Node, layout: str, wanted: Sequence[Size]) ->
         if expected == "Transpose" and list(attr(reader, "perm") or ()) != [0, 2, 1, 3]:
             return None
         y = reader.outputs[0]
-    return y if facts.shape(y) == tuple(wanted) else None
+        nodes.append(reader)
+    return (y, nodes) if facts.shape(y) == tuple(wanted) else None
 
 
 def _flattening(facts: Facts, node: ir.Node, layout: str) -> ir.Node | None:
@@ -118,15 +123,6 @@ def _flattening(facts: Facts, node: ir.Node, layout: str) -> ir.Node | None:
         return None
     target = tensor_of(reader.inputs[1])
     return reader if target is not None and reader.inputs[0] is node.outputs[0] and np.all(target.numpy() != 0) else None
-
-
-def _between(value: ir.Value, last: ir.Value) -> list[ir.Node]:
-    nodes: list[ir.Node] = []
-    while value is not last:
-        node = value.consumers()[0]
-        nodes.append(node)
-        value = node.outputs[0]
-    return nodes
 
 
 def _split(facts: Facts, node: ir.Node, heads: int, dim: int, tape: Tape) -> Packed | None:
@@ -180,11 +176,7 @@ def _trace(facts: Facts, value: ir.Value, labels: Sequence[str]) -> _Part | None
             perm = attr(producer, "perm")
             if perm is REFERENCE:
                 return None
-            perm = list(reversed(range(len(axes)))) if perm is None else perm
-            before = [""] * len(axes)
-            for label, at in zip(axes, perm):
-                before[at] = label
-            axes = before
+            axes = unpermute(axes, list(reversed(range(len(axes)))) if perm is None else perm)
         elif op == "Gather" and index < 0 and rank == _MIN_RANK_OF_PARTS:
             at = tensor_of(producer.inputs[1])
             axis = attr(producer, "axis", 0)
@@ -253,13 +245,16 @@ def _joined(facts: Facts, node: ir.Node, heads: int, dim: int, tape: Tape) -> Pa
     shape = list(tensor_of(weights[0]).shape)
     shape[side] = 3 * width
     weight = tape.computed(weights[0], lambda arrays: np.concatenate(arrays, axis=side), weights, tuple(shape))
-    attributes = {
-        name: a.value for name, a in gemms[0].attributes.items() if name not in ("plugin_version", "plugin_namespace")
-    }
-    joined = tape.fused("FusedGemm", [gemms[0].inputs[0], weight, bias], attributes)
+    joined = tape.fused("FusedGemm", [gemms[0].inputs[0], weight, bias], _attributes(gemms[0]))
     joined.metadata_props.update(gemms[0].metadata_props)
     value = tape.op("Reshape", [joined.outputs[0], tape.ints([0, 0, 3, heads, dim])])
     return Packed(value, "BS3NH", list(gemms))
+
+
+def _attributes(node: ir.Node, *without: str) -> dict[str, object]:
+    """The attributes of a fused node that its operator has, but for those in ``without``."""
+    own = {a.name for a in find(node.op_type).attrs}
+    return {name: a.value for name, a in node.attributes.items() if name in own and name not in without}
 
 
 def _operand(node: ir.Node, i: int) -> ir.Value | None:
