@@ -24,7 +24,7 @@ __global__ void __launch_bounds__(kThreads, 1) gemm_simt_sm90a_kernel(const __gr
   if (threadIdx.x == 0) {
     for (int stage = 0; stage < C::kStages; ++stage) {
       mbarrier_init(full + 8 * stage, kProducers);
-      mbarrier_init(empty + 8 * stage, C::kThreads / 32);
+      mbarrier_init(empty + 8 * stage, C::kThreads);
     }
     fence_barrier_init();
   }
@@ -73,8 +73,7 @@ __global__ void __launch_bounds__(kThreads, 1) gemm_simt_sm90a_kernel(const __gr
       if (k + 1 < C::kBlockK) {
         products.load(this_stage, k + 1);
       } else {
-        __syncwarp();
-        if (threadIdx.x % 32 == 0) mbarrier_arrive(empty + 8 * state.stage);
+        mbarrier_arrive(empty + 8 * state.stage);  // every lane for its own reads
         state.advance();
         if (k_tile + 1 < k_tiles) mbarrier_wait(full + 8 * state.stage, state.parity);
         products.load(smem_generic + state.stage * C::kStageBytes, 0);
