@@ -64,6 +64,7 @@ EXPECTATIONS = (
     Expectation(r"gemm_sm90a_|attention_(wgmma|fp16)_", (r"HGMMA", r"UTMALDG")),
     Expectation(r"gemm_skinny_", (r"UTMALDG",)),
     Expectation(r"gemm_skinny_.*HalfProducts", (r"HMMA",)),
+    Expectation(r"gemm_small_", (r"LDGSTS\.E\.\S*128",)),
     Expectation(r"(gemm|attention)_scale_", (r"LDG\.E\.128",)),
 )
 

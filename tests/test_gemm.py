@@ -191,6 +191,18 @@ CASES = [
     ),
     Case("batch_merges", 17, 33, 21, (2, 5), (), bias=(33,), attrs={"activation": "gelu"}),
     Case("batch_of_many", 3, 4, 5, (70, 3), (70, 3), bias=(4,)),
+    *(
+        Case(f"small_{m}x{n}x{k}_{'x'.join(map(str, a))}_{'x'.join(map(str, b))}_b{t}", m, n, k, a, b, trans(0, t) | more, bias=(n,), residual=m > 1)
+        for m, n, k, a, b, more in (
+            (1, 3, 2, (4097,), (4097,), {}),
+            (17, 12, 40, (900,), (900,), {"activation": "gelu"}),
+            (63, 64, 65, (3,), (3,), {"activation": "relu"}),
+            (64, 65, 63, (2, 3), (3,), {}),
+            (65, 63, 64, (3,), (2, 3), {}),
+            (64, 64, 128, (1,), (1,), {}),
+        )
+        for t in (0, 1)
+    ),
     Case("batch_over_tiles", 70, 130, 65, (2,), (2,), attrs=trans(0, 1)),
     # Values
     Case("zeros", 13, 37, 50, spoil=put(A, ..., 0.0)),
@@ -260,6 +272,8 @@ ROWS_OF_16_BYTES = [
         for name in ACTIVATIONS
     ),
     Case("rows16_batch", 130, 72, 136, (3,), (3,), residual=True),
+    *(Case(f"rows16_small_b{t}", 64, 64, 64, (300,), (300,), trans(0, t) | {"activation": "silu"}, bias=(64,), residual=True) for t in (0, 1)),
+    *(Case(f"rows16_small_rows_b{t}", 40, 24, 104, (2, 3), (2, 1), trans(0, t)) for t in (0, 1)),
     Case("rows16_batch_of_a", 130, 72, 136, (3,), (), attrs=trans(1, 1)),
     Case("rows16_batch_of_b", 136, 72, 136, (), (3,), bias=(72,), attrs=trans(1, 0)),
     Case("rows16_nan_row", 136, 264, 72, spoil=put(A, (2, 3), np.nan)),
@@ -277,7 +291,7 @@ PRECISION_CASES = [
     *(
         c
         for c in CASES
-        if c.name.startswith(("size_6", "size_12", "trans", "deep", "size_50x40", "batch_over", "gelu_33", "k_0_gelu"))
+        if c.name.startswith(("size_6", "size_12", "small_", "trans", "deep", "size_50x40", "batch_over", "gelu_33", "k_0_gelu"))
     ),
     Case("rows_2^60", 40, 70, 129, spoil=large_and_small_rows, dtypes=("float32",)),
     Case("rows_2^60_bias", 140, 70, 33, bias=(70,), spoil=large_and_small_rows, dtypes=("float32",)),
@@ -298,10 +312,19 @@ SMALL = {
             "rows16_gelu",
             "rows16_few_8x200x40_b0",
             "rows16_few_8x200x40_b1",
+            "small_17x12x40_900_900_b0",
+            "small_17x12x40_900_900_b1",
         )
     },
     "test_precision": {
-        "case": ("size_61x67x257", "trans10_65x130x70", "batch_over_tiles", "rows16_gelu"),
+        "case": (
+            "size_61x67x257",
+            "trans10_65x130x70",
+            "batch_over_tiles",
+            "rows16_gelu",
+            "small_17x12x40_900_900_b0",
+            "small_17x12x40_900_900_b1",
+        ),
         "precision": ("tf32x3", "tf32"),
     },
 }

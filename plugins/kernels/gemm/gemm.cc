@@ -97,11 +97,12 @@ bool supports_float(const GemmParams& p, const DeviceInfo& device) { return devi
 int64_t tiles(const GemmParams& p, int64_t block_m, int64_t block_n) {
   return ((p.m + block_m - 1) / block_m) * ((p.n + block_n - 1) / block_n) * p.batch;
 }
-// Rounds of tiles over the multiprocessors; a tile of 256 x 128 is four of 128 x 64, and 5 % faster. H200, us, 128 x 64 and
-// 256 x 128: 4096 x 4096 x 4096 2930 and 2783; cuBLAS 2673.
+// Rounds of tiles over the multiprocessors; a tile of 256 x 128 is four of 128 x 64, and 5 % faster, but pairs of blocks may
+// share the last of the smaller ones. H200, us, 128 x 64 and 256 x 128: 4096 x 4096 x 4096 2930 and 2730; 1024 x 4096 x 768 165
+// and 151; 1024 x 3264 x 768 148 and 157.
 bool suits_simt_256(const GemmParams& p, const DeviceInfo& device) {
-  const auto rounds = [&](int64_t block_m, int64_t block_n) { return (tiles(p, block_m, block_n) + device.sm_count - 1) / device.sm_count; };
-  return 80 * rounds(256, 128) <= 21 * rounds(128, 64);
+  const auto rounds = [&](int64_t blocks) { return (blocks + device.sm_count - 1) / device.sm_count; };
+  return 160 * rounds(tiles(p, 256, 128)) <= 21 * rounds(2 * tiles(p, 128, 64));
 }
 // Below one tile for each multiprocessor those of 64 x 64 share the work better, though a thread reads shared memory more often.
 // H200, their time relative to 128 x 64: 1024 x 768 x 768 0.82, 1024 x 768 x 3072 0.87, 1024 x 3072 x 768 1.11, 4096 x 768 x 768
@@ -143,6 +144,24 @@ bool supports_skinny(const GemmParams& p, const DeviceInfo& device) {
   const auto aligned = [pack](const void* x, int64_t ld) { return reinterpret_cast<uintptr_t>(x) % 16 == 0 && ld % pack == 0; };
   return device.sm == 90 && p.m <= 16 && p.batch == 1 && fits_tma(p) && !p.trans_a && aligned(p.a, p.lda) && aligned(p.b, p.ldb);
 }
+
+// Sums stay in registers for all of k; tiles of 64 x 64 are counted in 32 bits.
+bool supports_small(const GemmParams& p, const DeviceInfo& device) {
+  constexpr int64_t kMost = int64_t{1} << 31;
+  return supports_sm90_float(p, device) && !p.trans_a && p.k <= 128 && p.m < kMost && p.n < kMost && p.batch < kMost && tiles(p, 64, 64) < kMost;
+}
+bool supports_small_tf32(const GemmParams& p, const DeviceInfo& device) { return supports_small(p, device) && p.precision == Precision::kTf32; }
+bool supports_small_tf32x3(const GemmParams& p, const DeviceInfo& device) { return supports_small(p, device) && p.precision == Precision::kTf32x3; }
+// Products of few tiles. H200, us, this, the best of the other rows and cuBLAS:
+//                        ieee           tf32x3          tf32
+//   264 x  64 x 64 x 64     9  10   9     8  11   9     7  11   7
+//  4096 x  64 x 64 x 64    67  94  82    66 135  82    53 142  52
+//  4096 x  64 x 64 x 128  121 141 131   113 190 130    88 172  83
+//   512 x 128 x 128 x 64   41  50  43    40  41  42    25  29  24
+//    96 x 512 x 64 x 64    17  20  20    16  28  20    12  22  11
+//    66 x  64 x 64 x 64     7   7   6     7   7   6     5   7   5
+bool suits_small_tf32(const GemmParams& p, const DeviceInfo&) { return tiles(p, 64, 64) <= (p.k <= 64 ? 8 : 1) * p.batch; }
+bool suits_small(const GemmParams& p, const DeviceInfo& device) { return suits_small_tf32(p, device) && tiles(p, 64, 64) >= 2 * device.sm_count; }
 
 // Cycles of a wide tile: a step of k takes 4 for each column, 3 % more where the tile is narrower and reads L2 more often;
 // the epilogue about 12 for each column. Pairs of multiprocessors work on pairs of tiles, round by round.
@@ -186,6 +205,8 @@ constexpr Variant<GemmParams> kGemmVariants[] = {
     {111, "sm90a_wgmma_128x192x64_s4", DeviceKind::kCuda, supports_wgmma, launch_gemm_sm90a_128x192, nullptr, suits_192},
     {117, "sm90a_wgmma_64x64x64", DeviceKind::kCuda, supports_wgmma, launch_gemm_sm90a_split_64x64, nullptr, suits_64},
     {116, "sm90a_wgmma_128x128x64", DeviceKind::kCuda, supports_wgmma, launch_gemm_sm90a_split_128x128},
+    {131, "sm90a_small_tf32x3_64x64x32_s2", DeviceKind::kCuda, supports_small_tf32x3, launch_gemm_sm90a_small_tf32x3, nullptr, suits_small_tf32},
+    {132, "sm90a_small_tf32_64x64x32_s2", DeviceKind::kCuda, supports_small_tf32, launch_gemm_sm90a_small_tf32, nullptr, suits_small_tf32},
     {107, "sm90a_fp16x3_128x128x64_s3", DeviceKind::kCuda, supports_scaled_tf32x3, launch_gemm_sm90a_fp16x3, gemm_sm90a_fp16x3_workspace_bytes, suits_scaled_tf32x3},
     {106, "sm90a_fp16_128x256x64_s4", DeviceKind::kCuda, supports_scaled_tf32, launch_gemm_sm90a_fp16, gemm_sm90a_fp16_workspace_bytes, suits_scaled_tf32},
     {115, "sm90a_tf32x3_64x128x32", DeviceKind::kCuda, supports_wgmma_tf32x3, launch_gemm_sm90a_tf32x3},
@@ -197,6 +218,7 @@ constexpr Variant<GemmParams> kGemmVariants[] = {
     {103, "sm80_tf32x3_128x128x16_s4", DeviceKind::kCuda, supports_tf32x3, launch_gemm_sm80_tf32x3},
 #endif
 #if ORTPLUGINS_WITH_SM90A
+    {133, "sm90a_small_simt_64x64x32_s2", DeviceKind::kCuda, supports_small, launch_gemm_sm90a_small, nullptr, suits_small},
     {122, "sm90a_simt_256x128x16_s4", DeviceKind::kCuda, supports_sm90_float, launch_gemm_sm90a_simt, nullptr, suits_simt_256},
 #endif
 #if ORTPLUGINS_WITH_CUDA

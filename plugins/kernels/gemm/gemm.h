@@ -37,12 +37,15 @@ struct GemmParams {
 
   ORTPLUGINS_HOST_DEVICE void batch_offsets(int64_t index, int64_t* a_offset, int64_t* b_offset) const {
     *a_offset = *b_offset = 0;
-    for (int i = batch_rank - 1; i >= 0; --i) {
+    if (batch_rank == 0) return;
+    for (int i = batch_rank - 1; i > 0; --i) {
       const int64_t at = index % batch_dims[i];
       index /= batch_dims[i];
       *a_offset += at * a_batch_strides[i];
       *b_offset += at * b_batch_strides[i];
     }
+    *a_offset += index * a_batch_strides[0];
+    *b_offset += index * b_batch_strides[0];
   }
 };
 
