@@ -162,6 +162,16 @@ bool suits_simt_128(const AttentionParams& p, const DeviceInfo& device) {
   };
   return rounds(128, 2) * 4 <= rounds(64, 3) * 3;
 }
+// Few tiles: small ones, whose keys four warps share. Tensor cores take over where there is more to multiply, though their rows
+// need three launches. H200, 12 heads of 64, us, 16, 32 and 64 rows, and fp16x3: 1 x 128 9.2, 10.5, 16.9, 14.7; 2 x 128 11.3, 10.8,
+// 17.3, 15.1; 4 x 128 21.0, 15.5, 17.4, 16.5; 8 x 128 31.7, 25.3, 23.0, 19.2; 8 x 64 20.1, 15.2, 12.6, 16.9; 1 x 256 16.9, 15.8, 27.7,
+// 17.0; 2 x 256 32.1, 24.7, 28.0, 18.6; 1 x 512 53.2, 42.2, 48.8, 22.8.
+template <int64_t kBlockM>
+bool suits_simt_few(const AttentionParams& p, const DeviceInfo& device) {
+  const int64_t blocks = (p.q_len + kBlockM - 1) / kBlockM * p.heads * p.batch, sms = device.sm_count;
+  if (p.precision != Precision::kIeee && blocks * p.total_len() > 190 * sms) return false;
+  return kBlockM == 16 ? blocks <= sms : 2 * blocks <= 3 * sms && (p.total_len() > 64 || blocks <= sms);
+}
 // A variant more exact than what is asked for may serve, never one that is less.
 template <int64_t kDim>
 bool supports_tf32x3(const AttentionParams& p, const DeviceInfo& device) {
@@ -207,9 +217,11 @@ bool suits_wgmma_192(const AttentionParams& p, const DeviceInfo& device) {
   return wgmma_cost(p, device, 192, 130) <= wgmma_cost(p, device, 128, 100);
 }
 // Short sequences in numbers: while one block starts or ends, another one on the same multiprocessor computes. Longer ones
-// would read the keys too often.
+// would read the keys too often. And few of them: each block has a multiprocessor to itself, and half of the work.
+// H200, 12 heads of 64, us, 64 and 128 rows: 1 x 128 4.4 and 5.1, 8 x 128 6.1 and 5.7, 8 x 512 21.2 and 22.3.
 bool suits_wgmma_64(const AttentionParams& p, const DeviceInfo& device) {
-  return p.q_len <= 512 && (p.q_len + 63) / 64 * p.heads * p.batch > 2 * static_cast<int64_t>(device.sm_count);
+  const int64_t blocks = (p.q_len + 63) / 64 * p.heads * p.batch, sms = device.sm_count;
+  return p.q_len <= 512 && (blocks > 2 * sms || blocks <= sms);
 }
 #endif
 
@@ -244,6 +256,8 @@ constexpr Variant<AttentionParams> kAttentionVariants[] = {
     {156, "sm90a_wgmma_128x96x192_s2", DeviceKind::kCuda, supports_wgmma<192>, launch_attention_wgmma_192},
     {158, "sm90a_wgmma_128x80x256_s2", DeviceKind::kCuda, supports_wgmma<256>, launch_attention_wgmma_256},
 #endif
+    {107, "simt_fp32_16x128x64", DeviceKind::kCuda, supports_simt_float<64>, launch_attention_simt_few_16, nullptr, suits_simt_few<16>},
+    {108, "simt_fp32_32x128x64", DeviceKind::kCuda, supports_simt_float<64>, launch_attention_simt_few_32, nullptr, suits_simt_few<32>},
 #if ORTPLUGINS_WITH_SM90A
     {173, "sm90a_fp16_128x128x64_s2", DeviceKind::kCuda, supports_fp16<64>, launch_attention_fp16_64, attention_fp16_64_workspace,
      suits_fp16},

@@ -20,15 +20,18 @@ namespace {
 
 constexpr int kRows = 8;  // of a thread
 
-template <int kBlockM_, int kBlockN_, int kDim_, int kTx_, int kBlocks_>
+// kWarpsN warps share the keys of a tile: each has rows and sums of its own for its part, and they meet at the end.
+template <int kBlockM_, int kBlockN_, int kDim_, int kTx_, int kBlocks_, int kWarpsN_ = 1>
 struct SimtTile {
   static constexpr int kDim = kDim_, kBlockM = kBlockM_, kBlockN = kBlockN_, kTx = kTx_, kTy = 32 / kTx;
   static constexpr int kBlocks = kBlocks_;  // on a multiprocessor
-  static constexpr int kWarpRows = kRows * kTy, kWarps = kBlockM / kWarpRows, kThreads = 32 * kWarps;
-  static constexpr int kCols = kBlockN / kTx, kVecs = kDim / (4 * kTx);
+  static constexpr int kWarpsN = kWarpsN_, kWarpKeys = kBlockN / kWarpsN;
+  static constexpr int kWarpRows = kRows * kTy, kWarps = kBlockM / kWarpRows * kWarpsN, kThreads = 32 * kWarps;
+  static constexpr int kCols = kWarpKeys / kTx, kVecs = kDim / (4 * kTx);
   static constexpr int kStride = kDim + 4, kStrideP = kWarpRows + 4;
-  static constexpr int kSmemBytes = ((kBlockM + kBlockN) * kStride + kBlockN * (kDim + kWarps * kStrideP)) * 4;
+  static constexpr int kSmemBytes = ((kBlockM + kBlockN) * kStride + kBlockN * kDim + kWarps * kWarpKeys * kStrideP) * 4;
   static_assert(kBlocks * (kSmemBytes + 2304) <= 228 * 1024);  // the rows' state and what a block costs besides
+  static_assert(kWarpsN == 1 || kWarpsN * kBlockM * kDim <= kBlockN * (kStride + kDim));  // parts of y take the place of k and v
 };
 
 __device__ __forceinline__ float element(const float4& v, int i) {
@@ -42,22 +45,22 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks)
   constexpr int kDim = Tile::kDim, kBlockM = Tile::kBlockM, kBlockN = Tile::kBlockN, kStride = Tile::kStride,
                 kStrideP = Tile::kStrideP;
   constexpr int kTx = Tile::kTx, kTy = Tile::kTy, kWarpRows = Tile::kWarpRows, kThreads = Tile::kThreads;
-  constexpr int kCols = Tile::kCols, kVecs = Tile::kVecs;
+  constexpr int kCols = Tile::kCols, kVecs = Tile::kVecs, kWarps = Tile::kWarps, kWarpsN = Tile::kWarpsN, kWarpKeys = Tile::kWarpKeys;
   extern __shared__ __align__(128) float smem_floats[];
   float* const sQ = smem_floats;             // kBlockM x kStride
   float* const sK = sQ + kBlockM * kStride;  // kBlockN x kStride
   float* const sV = sK + kBlockN * kStride;  // kBlockN x kDim
-  float* const sP = sV + kBlockN * kDim;     // for each warp kBlockN x kStrideP
+  float* const sP = sV + kBlockN * kDim;     // for each warp kWarpKeys x kStrideP
 
   const AttentionParams& p = a.p;
   const int thread = static_cast<int>(threadIdx.x);
   // In shared memory, like the rows' state below: registers are for the products.
   __shared__ AttentionTile tile;
   __shared__ KeyBand band;
-  __shared__ float2 s_rows[kBlockM];  // maximum, in units of `unit` log2, and sum
+  __shared__ float2 s_rows[kWarps * kWarpRows];  // maximum, in units of `unit` log2, and sum
   if (__syncthreads_or(thread == 0 && !attention_tile(a, work_item(), kBlockM, kBlockN, &tile, &band))) return;
   const auto kv_head = [&] { return tile.head0 / a.group; };
-  const int warp_idx = thread / 32, ty = thread % 32 / kTx, tx = thread % kTx;
+  const int warp_idx = thread / 32, warp_m = warp_idx / kWarpsN, warp_n = warp_idx % kWarpsN, ty = thread % 32 / kTx, tx = thread % kTx;
   const int head_dim = static_cast<int>(p.head_dim), v_head_dim = static_cast<int>(p.v_head_dim);
   const auto load_k = [&](int j0) {
     const KeyRows<float> k = k_rows<float>(p, tile.b, kv_head());
@@ -92,18 +95,19 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks)
       for (int e = 0; e < 4; ++e) acc[i][c][e] = 0.0F;
     }
   }
-  const auto row = [&](int i) { return tile.row0 + warp_idx * kWarpRows + ty * kRows + i; };  // row i of this thread
+  const auto row = [&](int i) { return tile.row0 + warp_m * kWarpRows + ty * kRows + i; };  // row i of this thread
   const auto query = [&](int i) { return min(row(i), tile.rows - 1); };
-  const float* const rows_q = sQ + (warp_idx * kWarpRows + ty) * kStride;
-  const float* const rows_k = sK + tx * kStride;
-  float* const warp_p = sP + warp_idx * kBlockN * kStrideP + ty * kRows;
-  const float* const rows_v = sV + 4 * tx;
+  const float* const rows_q = sQ + (warp_m * kWarpRows + ty) * kStride;
+  const float* const rows_k = sK + (warp_n * kWarpKeys + tx) * kStride;
+  float* const warp_p = sP + warp_idx * kWarpKeys * kStrideP + ty * kRows;
+  const float* const rows_v = sV + warp_n * kWarpKeys * kDim + 4 * tx;
 
   // Mainloop.
   for (int j0 = tile.first; j0 < tile.last; j0 += kBlockN) {
     cp_async_wait<0>();
     __syncthreads();  // k is there (and q); v is free
     load_v(j0);
+    const int key0 = j0 + warp_n * kWarpKeys;
     float s[kRows][kCols] = {};
     for (int d0 = 0; d0 < head_dim; d0 += 32) {
 #pragma unroll
@@ -146,7 +150,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks)
         if (p.mask_dtype != DType::kNone) {
 #pragma unroll
           for (int n = 0; n < kCols; ++n)
-            m[n] = mask_value<float>(p, mask_row + min(j0 + tx + kTx * n, band.end - 1) * p.mask_stride_key);
+            m[n] = mask_value<float>(p, mask_row + min(key0 + tx + kTx * n, band.end - 1) * p.mask_stride_key);
         }
 #pragma unroll
         for (int n = 0; n < kCols; ++n) {
@@ -166,7 +170,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks)
     if (j0 < band.first(min(block_row0 + kBlockM, tile.rows) - 1) || j0 + kBlockN > band.last(block_row0)) {
 #pragma unroll
       for (int i = 0; i < kRows; ++i) {
-        const int query_idx = query(i), lo = band.first(query_idx) - j0 - tx, hi = band.last(query_idx) - j0 - tx;
+        const int query_idx = query(i), lo = band.first(query_idx) - key0 - tx, hi = band.last(query_idx) - key0 - tx;
 #pragma unroll
         for (int n = 0; n < kCols; ++n) {
           if (kTx * n < lo || kTx * n >= hi) s[i][n] = -INFINITY;
@@ -190,6 +194,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks)
         sum += s[i][n];
       }
       sum = fmaf(ms.y, correction, warp_sum<kTx>(sum));
+      __syncwarp();  // all lanes have read it
       if (tx == 0) rows_ms[i] = make_float2(next, sum);
 #pragma unroll
       for (int c = 0; c < kVecs; ++c) {
@@ -203,7 +208,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks)
     if (j0 + kBlockN < tile.last) load_k(j0 + kBlockN);
 
 #pragma unroll 8
-    for (int key = 0; key < kBlockN; ++key) {
+    for (int key = 0; key < kWarpKeys; ++key) {
       const float4 rP[2] = {load4(warp_p + key * kStrideP), load4(warp_p + key * kStrideP + 4)};
 #pragma unroll
       for (int c = 0; c < kVecs; ++c) {
@@ -221,6 +226,47 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks)
   }
 
   // Epilogue. A row that a masked NaN of v has spoilt is done again: see attend_row_exactly.
+  if constexpr (kWarpsN > 1) {
+    __syncthreads();  // all are done with k and v
+        const float unit = a.folds_scale ? a.score_scale : 1.0F;
+    float* const parts = sK;  // (warp_n, row, column)
+    // State of row r of the block: its maximum over all warps and the sum to that.
+    const auto merged = [&](int r) {
+      const float2* const of_row = s_rows + r / kWarpRows * kWarpsN * kWarpRows + r % kWarpRows;
+      float max = -INFINITY, sum = 0.0F;
+#pragma unroll
+      for (int n = 0; n < kWarpsN; ++n) max = fmaxf(max, of_row[n * kWarpRows].x);
+#pragma unroll
+      for (int n = 0; n < kWarpsN; ++n) sum += of_row[n * kWarpRows].y * exp2_approx((of_row[n * kWarpRows].x - softmax_reference(max)) * unit);
+      return make_float2(max, sum);
+    };
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      const int r = warp_m * kWarpRows + ty * kRows + i;
+      const float factor = exp2_approx((rows_ms[i].x - softmax_reference(merged(r).x)) * unit);
+#pragma unroll
+      for (int c = 0; c < kVecs; ++c) {
+        *reinterpret_cast<float4*>(parts + (warp_n * kBlockM + r) * kDim + 4 * (kTx * c + tx)) =
+            make_float4(acc[i][c][0] * factor, acc[i][c][1] * factor, acc[i][c][2] * factor, acc[i][c][3] * factor);
+      }
+    }
+    __syncthreads();
+    for (int r = warp_idx; r < kBlockM && tile.row0 + r < tile.rows; r += kWarps) {
+      const float sum = merged(r).y;
+      const int64_t i = tile.row0 + r;
+      float* const y = static_cast<float*>(p.y) + tile.b * p.y_strides.batch + tile.head0 * p.y_strides.head + i * p.y_strides.seq;
+      bool spoilt = isnan(sum);
+      for (int col = thread % 32; col < v_head_dim; col += 32) {
+        float v = 0.0F;
+#pragma unroll
+        for (int n = 0; n < kWarpsN; ++n) v += parts[(n * kBlockM + r) * kDim + col];
+        spoilt |= isnan(v);
+        y[col] = sum == 0.0F ? 0.0F : v / sum;
+      }
+      if (__any_sync(kFullWarp, spoilt && sum != 0.0F)) attend_row_exactly<float>(a, tile.b, tile.head0, i, 0, v_head_dim);
+    }
+    return;
+  }
   unsigned redo = 0;  // bit r: row r of the warp
 #pragma unroll 1
   for (int step = 0; step < kRows; ++step) {
@@ -286,6 +332,8 @@ Status launch_simt_tile(const AttentionParams& params, const ExecContext& contex
 using SimtTile64 = SimtTile<128, 64, 64, 16, 2>;
 using SimtTile128 = SimtTile<128, 64, 128, 16, 1>;
 using SimtTileShort = SimtTile<64, 64, 64, 16, 3>;
+using SimtTileFew16 = SimtTile<16, 128, 64, 16, 2, 4>;
+using SimtTileFew32 = SimtTile<32, 128, 64, 16, 2, 4>;
 using SimtTile256 = SimtTile<128, 32, 256, 16, 1>;
 
 }  // namespace
@@ -305,6 +353,12 @@ Status launch_attention_simt_128(const AttentionParams& params, const ExecContex
 }
 Status launch_attention_simt_256(const AttentionParams& params, const ExecContext& context) {
   return launch_simt_tile<SimtTile256>(params, context);
+}
+Status launch_attention_simt_few_16(const AttentionParams& params, const ExecContext& context) {
+  return launch_simt_tile<SimtTileFew16>(params, context);
+}
+Status launch_attention_simt_few_32(const AttentionParams& params, const ExecContext& context) {
+  return launch_simt_tile<SimtTileFew32>(params, context);
 }
 Status launch_attention_simt_short(const AttentionParams& params, const ExecContext& context) {
   return launch_simt_tile<SimtTileShort>(params, context);

@@ -16,6 +16,8 @@ int64_t attention_cpu_workspace_bytes_generic(const AttentionParams& params, con
 Status launch_attention_simt(const AttentionParams& params, const ExecContext& context);
 bool attention_simt_supports(const AttentionParams& params, const DeviceInfo& device, int64_t dim);  // float32; heads of at most `dim`
 Status launch_attention_simt_64(const AttentionParams& params, const ExecContext& context);
+Status launch_attention_simt_few_16(const AttentionParams& params, const ExecContext& context);
+Status launch_attention_simt_few_32(const AttentionParams& params, const ExecContext& context);
 Status launch_attention_simt_short(const AttentionParams& params, const ExecContext& context);
 Status launch_attention_simt_128(const AttentionParams& params, const ExecContext& context);
 Status launch_attention_simt_256(const AttentionParams& params, const ExecContext& context);
