@@ -9,7 +9,7 @@
 #   *.whl              Python packages, installed beside the system's
 #   ort_gpu.tar.xz     an unpacked onnxruntime-gpu package
 #   ort-headers/ trt-headers/   C headers of ONNX Runtime 1.21 and TensorRT
-# OUT receives logs and records, BUILD the build tree (kept between calls).
+# SANITIZE_JOBS is the number of processes of the long ones under compute-sanitizer. OUT receives logs and records, BUILD the build tree (kept between calls).
 set -uo pipefail
 cd "$(dirname "$0")/.."
 root=$PWD
@@ -45,7 +45,7 @@ sanitize() {
   for tool in memcheck racecheck; do
     for file in "${kernel_tests[@]}" tests/test_ladder.py tests/test_tensorrt_host.py; do
       name=sanitize-$tool-$(basename "$file" .py)
-      case $file in *gemm* | *attention*) workers=4 ;; *) workers=0 ;; esac
+      case $file in *gemm* | *attention*) workers=${SANITIZE_JOBS:-4} ;; *) workers=0 ;; esac
       timeout -k 5 "${LIMIT:-240}" compute-sanitizer --tool "$tool" --error-exitcode 9 --target-processes all \
         "$PYTHON" -m pytest -q -n "$workers" -m "gpu and small" -p no:cacheprovider "$file" >"$OUT/$name.log" 2>&1 &
       names[$!]=$name

@@ -175,6 +175,12 @@ def test_bench_ladder_is_for_what_has_one():
     assert status == 2 and "attention: there are gemm, softmax" in output
 
 
+@pytest.mark.parametrize("options", [[], ["--provider", "cuda", "--ladder"]])
+def test_bench_rows_are_those_of_a_gpu(options):
+    status, output = run("bench", "gemm", "--rows", *options)
+    assert status == 2 and "--rows" in output and "--provider cuda" in output
+
+
 def test_bench_of_a_whole_model(tmp_path, monkeypatch):
     """The command that measures BERT on a GPU, with the demo's model on the CPU."""
     try:

@@ -15,6 +15,7 @@ from ortplugins.bench.workloads import WORKLOADS
 from ortplugins.errors import OrtPluginsError
 
 KERNELS = {kind: [s for s in stages if s.variant is None] for kind, stages in ladder.STAGES.items()}
+KERNELS["gemm"] += ladder.PRODUCTS
 
 
 def on_device(
@@ -74,7 +75,8 @@ def test_gemm(stage: ladder.Stage, m: int, n: int, k: int, aligned: bool) -> Non
     given = [a, np.ascontiguousarray(b.T) if stage.column_major_b else b]
     y = on_device(stage.name, "gemm", given, (m, n), (m, n, k), aligned)
     expected, bound = product(a, b)
-    assert_close(y, expected, bound)
+    truncated = stage in ladder.PRODUCTS  # at each of three additions for 8 of k, and lo lo is left out
+    assert_close(y, expected, bound + (k / 2.0 * 2.0**-23 * (np.abs(a) @ np.abs(b)) if truncated else 0.0))
 
 
 def product(a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -192,6 +192,36 @@ def test_plot_is_drawn_the_same_each_time_and_linked(tree: Path) -> None:
     assert not roofline.is_drawn(plots(tree)[path], tree / path)
 
 
+def test_choices_of_rows_are_judged(tree: Path) -> None:
+    best = on_cuda("FusedGemm", {"m": 64, "n": 8, "k": 8}, 10.0, precision="ieee", rows={"other": {"median_us": 12.0}})
+    near = on_cuda("FusedGemm", {"m": 65, "n": 8, "k": 8}, 10.0, precision="ieee", rows={"other": {"median_us": 9.6}})
+    bad = on_cuda("FusedGemm", {"m": 66, "n": 8, "k": 8}, 10.0, precision="ieee", rows={"slow": {"median_us": 20.0}, "other": {"median_us": 8.0}})
+    for r in (best, near, bad):
+        r["variant"] = "chosen"
+    cuda_run(tree, "rows.json", [best, near, bad])
+    page = render(tree)
+    assert "within 5 % of the fastest in 2 of 3 problems" in page
+    assert "| m 66 n 8 k 8 | float32 ieee | `chosen` | 10 us | `other` | 8 us (80 %) |" in page
+    assert "m 65" in page and "m 64" not in page and "slow" not in page
+    assert plots(tree) == {}
+
+
+def test_errors_of_products(tree: Path) -> None:
+    (tree / LADDER).parent.mkdir(parents=True)
+    (tree / LADDER).write_text("<!-- rendered: gemm -->\n<!-- end -->\n<!-- rendered: errors -->\n<!-- end -->\n")
+    records = []
+    for depth in (64, 128):
+        r = on_cuda("FusedGemm", {"m": 4, "n": 4, "k": depth}, 10.0, precision="tf32x3")
+        r |= {"variant": "three", "baselines": {"cublas_fp32": {"median_us": 1.0, "error": 2e-7, "bias": 1e-9}}}
+        r["ladder"] = {"table": "errors", "idea": "products", "inputs": "normal", "bias": -1e-6 * depth}
+        records.append(r)
+    cuda_run(tree, "ladder.json", records, ladder_digest=ladder_digest(tree))
+    page = render_ladder(tree)
+    assert "| kernel | normal, k 64 | normal, k 128 |" in page and page.count("Not recorded yet.") == 1
+    assert "| cuBLAS, FP32 | 2.0e-07 (+1e-09) | 2.0e-07 (+1e-09) |" in page
+    assert "| `three`: products | 1.0e-07 (-6e-05) | 1.0e-07 (-1e-04) |" in page
+
+
 PROFILE = {
     "registers": 128.0,
     "occupancy_pct": 24.6,

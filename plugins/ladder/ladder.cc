@@ -16,6 +16,9 @@ constexpr Stage<GemmProblem> kGemmStages[] = {
     {"shared_tile", launch_gemm_shared_tile},
     {"micro_tile", launch_gemm_micro_tile},
     {"double_buffered", launch_gemm_double_buffered},
+    {"three_products", launch_gemm_three_products},
+    {"three_products_128", launch_gemm_three_products_128},
+    {"three_products_32", launch_gemm_three_products_32},
 };
 constexpr Stage<SoftmaxProblem> kSoftmaxStages[] = {
     {"three_pass", launch_softmax_three_pass},

@@ -38,6 +38,11 @@ Status launch_gemm_shared_tile(const GemmProblem& problem, const ExecContext& co
 Status launch_gemm_micro_tile(const GemmProblem& problem, const ExecContext& context);
 Status launch_gemm_double_buffered(const GemmProblem& problem, const ExecContext& context);
 
+// Three tf32 products for one of float32; the sums leave the tensor cores at the end, every 128 of k, every 32.
+Status launch_gemm_three_products(const GemmProblem& problem, const ExecContext& context);
+Status launch_gemm_three_products_128(const GemmProblem& problem, const ExecContext& context);
+Status launch_gemm_three_products_32(const GemmProblem& problem, const ExecContext& context);
+
 Status launch_softmax_three_pass(const SoftmaxProblem& problem, const ExecContext& context);
 Status launch_softmax_online(const SoftmaxProblem& problem, const ExecContext& context);
 Status launch_softmax_vectors(const SoftmaxProblem& problem, const ExecContext& context);

@@ -507,6 +507,11 @@ def demo(output: Path | None, seconds: float, threads: int | None) -> None:
     is_flag=True,
     help="On CUDA, for gemm and softmax: measure the stages of the climb from a naive kernel to ours (plugins/ladder).",
 )
+@click.option(
+    "--rows",
+    is_flag=True,
+    help="On CUDA: measure the kernels that take each problem against the one that is chosen, instead of rivals.",
+)
 @click.option("--ncu/--no-ncu", default=True, help="With --ladder: ask Nsight Compute too. [default: if it is there]")
 @click.option(
     "--digest",
@@ -521,6 +526,7 @@ def bench(
     threads: int,
     seconds: float | None,
     ladder: bool,
+    rows: bool,
     ncu: bool,
     digest: bool,
 ) -> None:
@@ -537,6 +543,7 @@ def bench(
       ortplugins bench softmax attention --threads 2 --json cpu.json
       ortplugins bench gemm --provider cuda --json gemm.json
       ortplugins bench gemm --ladder --json ladder.json
+      ortplugins bench gemm --rows --provider cuda
       ortplugins bench e2e --provider cuda
       ortplugins bench --digest
     """
@@ -557,6 +564,8 @@ def bench(
         raise click.BadParameter(f"{', '.join(sorted(unknown))}: there are {', '.join(offered)}", param_hint="OP")
     if "e2e" in ops and len(ops) > 1:
         raise click.BadParameter("whole models are measured by themselves: give e2e alone", param_hint="OP")
+    if rows and (provider != "cuda" or ladder or "e2e" in ops):
+        raise click.BadParameter("compares the kernels of single ops, with --provider cuda", param_hint="--rows")
     command = " ".join(["ortplugins", *sys.argv[1:]])
     if ladder:
         with console.progress_bar() as progress:
@@ -582,10 +591,33 @@ def bench(
             min_seconds=seconds or side.MIN_SECONDS,
             command=command,
             progress=progress,
+            **({"rows": True} if rows else {}),
         )
     if json_path is not None:
         recording.write_records(json_path, environment, measured)
-    _show_records(environment, measured)
+    (_show_choices if rows else _show_records)(environment, measured)
+
+
+def _show_choices(environment: dict, records: list) -> None:
+    """The chosen kernel of each problem beside the fastest."""
+    from dataclasses import asdict
+
+    from .bench.records import best_row
+
+    numbers = ["time", "fastest takes"]
+    for op in dict.fromkeys(r.op for r in records):
+        table = console.table(f"{op} on {environment['device']}", ["problem", "type", "chosen", *numbers, "fastest"], numbers)
+        for r in (r for r in records if r.op == op):
+            name, share = best_row(asdict(r))
+            table.add_row(
+                console.problem(r.shape),
+                r.precision or r.dtype,
+                r.variant,
+                console.microseconds(r.median_us),
+                f"{100.0 * share:.0f} %",
+                "" if name == r.variant else name,
+            )
+        console.out.print(table)
 
 
 def _show_records(environment: dict, records: list) -> None:

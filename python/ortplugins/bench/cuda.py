@@ -26,7 +26,7 @@ from ..register import import_onnxruntime
 from ..session import make_session
 from ..timing import Rounds, Timing
 from .chains import chains
-from .records import IN_SESSION, Record, environment
+from .records import IN_SESSION, ChoiceRecord, Record, environment
 from .workloads import WORKLOADS
 
 try:
@@ -509,6 +509,54 @@ def _measure(job: Job, min_seconds: float) -> Record:
     return record
 
 
+SLOW_ROW = 3.0
+"""Rows that take so many times as long as the chosen one are not measured further."""
+
+
+def _measure_choice(job: Job, min_seconds: float) -> ChoiceRecord:
+    """Every row that takes the problem, in alternation; errors are those of the chosen one."""
+    side, workload, dtype = OPS[job.name], WORKLOADS[job.name], getattr(torch, job.dtype)
+    torch.manual_seed(0)
+    op, attrs = workload.spec.name, side.attrs(job)
+    first = side.inputs(job, dtype)
+    reference, scale = side.reference(job, first)
+    out = torch.empty(reference.shape, dtype=dtype, device="cuda")
+    our_call(op, first, attrs, out)()
+    error = error_of(out, reference, scale)
+    del reference, scale
+    chosen = native.choose(op, [device_tensor(t) for t in first], attrs, device="cuda")
+    sets = buffer_sets(side, job, first, out)
+    contenders = {chosen: Captured([our_call(op, i, attrs, o, chosen) for i, o in sets])}
+    most = SLOW_ROW * contenders[chosen].seconds()
+    for row in native.variants(op, "cuda"):
+        if row.name == chosen:
+            continue
+        try:
+            calls = [our_call(op, i, attrs, o, row.name) for i, o in sets]
+            calls[0]()
+        except NotImplementedError:
+            continue
+        if min(_between_events(calls[0]) for _ in range(2)) > 2.0 * most + 20e-6:  # launches count here
+            continue
+        captured = Captured(calls)
+        if captured.seconds() <= most:
+            contenders[row.name] = captured
+    times = in_alternation(contenders, min_seconds, min_rounds=5)
+    measured = times.pop(chosen)
+    rows = {name: {"median_us": t.median_us, "spread_us": t.spread_us} for name, t in times.items()}
+    return ChoiceRecord(
+        op,
+        dict(job.problem),
+        job.dtype,
+        job.precision,
+        chosen,
+        measured.median_us,
+        measured.spread_us,
+        error,
+        rows=rows,
+    )
+
+
 def _best(call: Call) -> float:
     """Seconds of a call, at its best."""
     captured = Captured([call])
@@ -561,16 +609,18 @@ def run(
     min_seconds: float = MIN_SECONDS,
     command: str = "",
     progress: Callable[[str, float], None] = lambda what, fraction: None,
+    rows: bool = False,
 ) -> tuple[dict[str, Any], list[Record]]:
     """Measures every CUDA problem of the ops ``names`` and returns the environment and the records.
 
-    ``min_seconds`` is the least time for each problem; ``threads`` only matters on the CPU.
+    ``min_seconds`` is the least time for each problem; ``threads`` only matters on the CPU. ``rows``: against the other
+    rows of the variant table (``ChoiceRecord``), not against rivals.
     """
     facts = measure_environment(command, progress)
     jobs = [job for name in names for job in OPS[name].jobs()]
-    records = []
+    records: list[Record] = []
     for i, job in enumerate(jobs):
         progress(job.label, i / len(jobs))
-        records.append(_measure(job, min_seconds))
+        records.append(_measure_choice(job, min_seconds) if rows else _measure(job, min_seconds))
         torch.cuda.empty_cache()
     return facts, records

@@ -201,7 +201,8 @@ def _check(
     for contender in contenders:
         if contender.baseline is None and not contender.errors[shape] <= bound:  # NaN is an error
             raise OrtPluginsError(
-                f"the rewritten model is off by {contender.errors[shape]:.3g} at {shape}, more than {bound:.3g}"
+                f"the rewritten model ({contender.precision or dtype}) is off by {contender.errors[shape]:.3g} at {shape}, "
+                f"more than {bound:.3g}; the stock model is off by {stock.errors[shape]:.3g}"
             )
 
 

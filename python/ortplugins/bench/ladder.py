@@ -65,6 +65,13 @@ GEMM_STAGES = (
     Stage("fp16_mma", "tensor cores by mma.sync, FP16", dtype="float16", variant="sm80_mma_128x128x32_s4"),
     Stage("fp16_wgmma", "warpgroups, TMA, specialised warps", dtype="float16", variant=CHOSEN),
 )
+PRODUCTS = (
+    Stage("three_products", "three TF32 products, summed by the tensor cores", precision="tf32x3"),
+    Stage("three_products_128", "the sums leave them every 128 of k", precision="tf32x3"),
+    Stage("three_products_32", "every 32 of k", precision="tf32x3"),
+)
+"""For the table of errors (``precision``): what promotion of the sums is worth. No rungs: they are not fast."""
+
 SOFTMAX_STAGES = (
     Stage("three_pass", "maximum, sum, result: three reads"),
     Stage("online", "maximum and sum together: two reads"),
@@ -189,6 +196,13 @@ def _most_error(stage: Stage) -> float:
     return 2.0**-10 if stage.dtype == "float16" else 2.0**-11 if stage.precision == "tf32" else 1e-6
 
 
+def _error_records(progress: Callable[[str, float], None]) -> list[LadderRecord]:
+    from . import precision
+
+    progress("errors of products", 1.0)
+    return precision.run()
+
+
 def run(
     names: Sequence[str],
     *,
@@ -221,7 +235,8 @@ def run(
                 records[key].ladder["profile"] = values
         except OrtPluginsError as error:
             environment["no_profile"] = str(error)
-    return environment, list(records.values())
+    errors = _error_records(progress) if "gemm" in names else []
+    return environment, [*records.values(), *errors]
 
 
 # --- Nsight Compute ---------------------------------------------------------------------------------------------------

@@ -59,12 +59,28 @@ def ratio(record: Mapping[str, Any], baseline: str) -> float:
     return record["baselines"][baseline]["median_us"] / (in_session or record["median_us"])
 
 
+def best_row(record: Mapping[str, Any]) -> tuple[str, float]:
+    """The fastest row of the variant table for the problem of a ``ChoiceRecord`` as it is written, and which share of the
+    chosen row's time it takes."""
+    times = {name: row["median_us"] for name, row in record["rows"].items()} | {record["variant"]: record["median_us"]}
+    name = min(times, key=lambda n: times[n])
+    return name, times[name] / record["median_us"]
+
+
 @dataclass
 class LadderRecord(Record):
     """A stage of the ladder. ``ladder`` holds its name, ``stage``, its ``idea`` in a few words, and ``profile``: what Nsight
     Compute said, or None."""
 
     ladder: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class ChoiceRecord(Record):
+    """The row of the variant table that is chosen for a problem; ``rows`` are the other rows that take it, by name, with
+    their times. Rows that take three times as long are left out."""
+
+    rows: dict[str, dict[str, Any]] = field(default_factory=dict)
 
 
 def environment(device: str, command: str, **more: Any) -> dict[str, Any]:

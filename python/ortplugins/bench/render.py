@@ -19,7 +19,7 @@ from ..errors import OrtPluginsError
 from ..files import replace_atomically
 from . import roofline
 from .digest import kernel_digest, ladder_digest
-from .records import MODEL, ratio
+from .records import MODEL, best_row, ratio
 from .workloads import WORKLOADS
 
 PAGE = Path("docs/performance.md")
@@ -88,6 +88,32 @@ def _table(records: list[Mapping[str, Any]], ceilings: Mapping[str, float]) -> I
     return _markdown_table(["problem", "type", "variant", "error", "time", *more, *rivals], rows)
 
 
+NEAR = 0.95
+"""A choice is good where the fastest row takes this share of its time or more."""
+
+
+def _choices(records: list[Mapping[str, Any]]) -> Iterable[str]:
+    """How good the choice of rows is: where it is not the fastest, by how much."""
+    best = [best_row(r) for r in records]
+    good = sum(share >= NEAR for _, share in best)
+    yield f"Every kernel that takes a problem, in one run: the chosen one is within 5 % of the fastest in {good} of {len(records)} problems."
+    yield "Those where another is faster:"
+    yield ""
+    rows = [
+        [
+            console.problem(r["shape"]),
+            _kind(r),
+            f"`{r['variant']}`",
+            console.microseconds(r["median_us"]),
+            f"`{name}`",
+            f"{console.microseconds(share * r['median_us'])} ({100.0 * share:.0f} %)",
+        ]
+        for r, (name, share) in zip(records, best)
+        if name != r["variant"]
+    ]
+    yield from _markdown_table(["problem", "type", "chosen", "time", "fastest", "time"], rows)
+
+
 def _heading(path: str, run: Run, stale: bool, device: str = "") -> Iterable[str]:
     environment = run["environment"]
     versions = ", ".join(
@@ -117,6 +143,8 @@ def plots(tree: Path) -> dict[Path, roofline.Plot]:
     """The roofline plot of each op, by the first device in path order that has its ceilings measured."""
     found: dict[Path, roofline.Plot] = {}
     for _, run in _runs(tree, ladder=False):
+        if any("rows" in r for r in run["records"]):  # measured for their choice of kernels
+            continue
         for kernel in WORKLOADS:
             environment = run["environment"]
             plot = roofline.plot_of(kernel, environment["device"], environment.get("ceilings", {}), run["records"])
@@ -135,6 +163,10 @@ def _run(path: str, run: Run, digest: str) -> Iterable[str]:
         records = [r for r in run["records"] if r["op"] == op]
         yield f"### {op}"
         yield ""
+        if "rows" in records[0]:
+            yield from _choices(records)
+            yield ""
+            continue
         kernel = None if op == MODEL else roofline.kernel_of(records[0])
         if kernel and roofline.plot_of(kernel, environment["device"], ceilings, records) is not None:
             yield f"![Roofline: TFLOP/s over FLOP/byte]({plot_path(kernel).name})"
@@ -234,10 +266,39 @@ def _profiles(records: list[Mapping[str, Any]], resources: bool = False) -> Iter
         yield from _markdown_table(["stage", *(["registers", "spills"] if resources else []), *numbers], rows)
 
 
+def _errors(records: list[Mapping[str, Any]]) -> Iterable[str]:
+    """Errors and biases of products, a row for each kernel and a column for each kind of inputs and depth."""
+
+    def cell(error: float, bias: float) -> str:
+        return f"{console.error(error)} ({bias:+.0e})"
+
+    columns = list(dict.fromkeys((r["ladder"]["inputs"], r["shape"]["k"]) for r in records))
+    rows: dict[str, dict[tuple[str, int], str]] = {"cuBLAS, FP32": {}}
+    for r in records:
+        column, rival = (r["ladder"]["inputs"], r["shape"]["k"]), r["baselines"]["cublas_fp32"]
+        rows["cuBLAS, FP32"][column] = cell(rival["error"], rival["bias"])
+        # What is chosen for plain float32 may change with the depth.
+        name = r["ladder"]["idea"] if r["precision"] == "ieee" else f"`{r['variant']}`: {r['ladder']['idea']}"
+        rows.setdefault(name, {})[column] = cell(r["error"], r["ladder"]["bias"])
+    yield from _markdown_table(
+        ["kernel", *(f"{inputs}, k {depth}" for inputs, depth in columns)],
+        [[name, *(cells.get(c, "") for c in columns)] for name, cells in rows.items()],
+    )
+    yield ""
+
+
 _LADDERS: dict[str, Callable[[list[Mapping[str, Any]]], Iterable[str]]] = {
     "gemm": _gemm_ladder,
     "softmax": _softmax_ladder,
+    "errors": _errors,
 }
+
+
+def _place_of(record: Mapping[str, Any]) -> str:
+    """The table of the ladder's README that a record belongs to."""
+    return record["ladder"].get("table") or roofline.kernel_of(record)
+
+
 _PLACE = re.compile(r"(<!-- rendered: (\w+) -->\n).*?(<!-- end -->\n)", re.DOTALL)
 
 
@@ -248,7 +309,7 @@ def render_ladder(tree: Path) -> str:
     def fill(place: re.Match[str]) -> str:
         lines: list[str] = []
         for path, run in _runs(tree, ladder=True):
-            records = [r for r in run["records"] if roofline.kernel_of(r) == place[2]]
+            records = [r for r in run["records"] if _place_of(r) == place[2]]
             if records:
                 lines += _heading(path, run, run["ladder_digest"] != digest, device=f"{run['environment']['device']}, ")
                 lines += [*_LADDERS[place[2]](records), ""]
