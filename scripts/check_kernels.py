@@ -55,6 +55,10 @@ EXPECTATIONS = (
         r"softmax_(warp_per_row|block_registers|online)_",
         (r"LDG\.E\.128", r"STG\.E\.128", r"MUFU\.EX2"),
     ),
+    Expectation(
+        r"softmax_resident_",
+        (r"LDG\.E\.128", r"LDGSTS\.E\.\S*128", r"LDS\.128", r"STG\.E\.128", r"MUFU\.EX2"),
+    ),
     Expectation(r"softmax_shared_", (r"LDGSTS\.E\.\S*128", r"LDS\.128", r"STG\.E\.128", r"MUFU\.EX2")),
     Expectation(r"softmax_split_", (r"LDG\.E\.128", r"MUFU\.EX2")),
     Expectation(r"layer_norm_ring_", (r"UBLKCP", r"LDS\.128"), _BULK_COPIES),

@@ -142,7 +142,9 @@ CONTIGUOUS = [
             20011,
         )
     ),
-    *(Case(f"cols_{n}", (2, n)) for n in (32767, 70001, 131072)),
+    *(Case(f"cols_{n}", (2, n)) for n in (32767, 32769, 70001, 131072, 300001, 700001)),
+    # Enough rows for blocks that stay, and for clusters of few blocks
+    *(Case(f"long_rows_{'x'.join(map(str, shape))}", shape) for shape in ((270, 9001), (140, 20011))),
     Case("rank_1", (37,)),
     Case("rank_5", (2, 1, 3, 2, 29)),
     Case("many_rows", (1031, 33)),
@@ -226,6 +228,7 @@ VALUES = [
         for shape, axis, index in (
             ((4, 40), -1, (1, 3)),
             ((3, 5000), -1, (2, 4999)),
+            ((3, 70001), -1, (1, 60000)),
             ((3, 20, 40), 1, (1, 2, 3)),
             ((3, 20, 5), 1, (1, 2, 3)),
         )
@@ -237,10 +240,19 @@ VALUES = [
             {"axis": axis},
             spoil=lambda inputs, axis=axis: np.moveaxis(inputs[X], axis, -1).__setitem__(0, -np.inf),
         )
-        for shape, axis in (((4, 40), -1), ((4, 30), -1), ((4, 61), -1), ((4, 121), -1), ((3, 5000), -1), ((3, 20, 40), 1), ((3, 20, 5), 1))
+        for shape, axis in (
+            *(((4, n), -1) for n in (30, 40, 61, 121)),
+            *(((3, n), -1) for n in (5000, 70001)),
+            ((3, 20, 40), 1),
+            ((3, 20, 5), 1),
+        )
     ),
     Case("-inf_and_nan", (3, 50), spoil=lambda inputs: (put(1, -np.inf)(inputs), put((1, 7), np.nan)(inputs))),
-    Case("first_block_-inf", (2, 5000), spoil=put((slice(None), slice(0, 2500)), -np.inf)),
+    *(
+        Case(f"first_third_{name}_{n}", (2, n), spoil=put((slice(None), slice(0, n // 3)), value))
+        for name, value in (("-inf", -np.inf), ("low", -1000.0))
+        for n in (5000, 70001)
+    ),
 ]
 EMPTY = [Case("no_rows", (0, 8)), Case("no_cols", (8, 0)), Case("no_inner", (3, 4, 0), {"axis": 1})]
 
@@ -271,6 +283,8 @@ LOG_NAMES = (
     "nan_4x40_-1",
     "inf_4x40_-1",
     "row_of_-inf_3x5000_-1",
+    "row_of_-inf_3x70001_-1",
+    "first_third_low_70001",
     "row_of_-inf_3x20x5_1",
     "scale_negative",
 )

@@ -35,6 +35,14 @@ __device__ __forceinline__ void cluster_wait() {
 #endif
 }
 
+// `cluster_arrive` without the order of memory, which costs a membar.gpu: enough for new mbarriers, after
+// fence_barrier_init.
+__device__ __forceinline__ void cluster_arrive_relaxed() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;\n" ::: "memory");
+#endif
+}
+
 // The address in block `rank` of what lies at `smem` here, and four floats from such an address. The block must have started
 // and must not have ended.
 __device__ __forceinline__ uint32_t cluster_address(uint32_t smem, uint32_t rank) {
@@ -62,6 +70,20 @@ __device__ __forceinline__ void store_to_block(float* p, int rank, float a, floa
       "{\n.reg .b32 remote;\nmapa.shared::cluster.u32 remote, %0, %1;\nst.shared::cluster.v2.f32 [remote], {%2, "
       "%3};\n}\n" ::"r"(smem_address(p)),
       "r"(rank), "f"(a), "f"(b)
+      : "memory");
+#endif
+}
+
+// The same, as 8 bytes that complete on the mbarrier that lies there at `barrier`: who waits for that sees them, without
+// a barrier of the cluster.
+__device__ __forceinline__ void send_to_block(float* p, uint32_t barrier, int rank, float a, float b) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile(
+      "{\n.reg .b32 remote, done;\n"
+      "mapa.shared::cluster.u32 remote, %0, %2;\nmapa.shared::cluster.u32 done, %1, %2;\n"
+      "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [remote], {%3, %4}, [done];\n}\n" ::"r"(
+          smem_address(p)),
+      "r"(barrier), "r"(rank), "f"(a), "f"(b)
       : "memory");
 #endif
 }

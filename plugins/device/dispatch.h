@@ -60,6 +60,36 @@ class SmemLimit {
   std::atomic<uint64_t> raised_{0};  // bit i: device i; two threads that race do the same thing twice
 };
 
+// How many clusters of a kernel a device runs at once, with one block on a multiprocessor; asked once for each device
+// and cluster size (up to 8). Keep it `static` beside the launch, as SmemLimit.
+class ClusterLimit {
+ public:
+  // For blocks of so many threads and bytes that no two of them share a multiprocessor.
+  template <class... KernelArgs>
+  int get(void (*kernel)(KernelArgs...), const DeviceInfo& device, int cluster, int threads, int smem_bytes) {
+    if (cluster == 1) return device.sm_count;
+    std::atomic<int>& count = known_[device.ordinal & 63][cluster];
+    if (const int n = count.load(std::memory_order_relaxed); n > 0) return n;
+    cudaLaunchConfig_t config = {};
+    config.gridDim = static_cast<unsigned>(cluster);
+    config.blockDim = static_cast<unsigned>(threads);
+    config.dynamicSmemBytes = static_cast<size_t>(smem_bytes);
+    cudaLaunchAttribute attribute = {};
+    attribute.id = cudaLaunchAttributeClusterDimension;
+    attribute.val.clusterDim = {static_cast<unsigned>(cluster), 1, 1};
+    config.attrs = &attribute;
+    config.numAttrs = 1;
+    int n = 0;
+    if (cudaOccupancyMaxActiveClusters(&n, kernel, &config) != cudaSuccess) (void)cudaGetLastError();
+    n = n > 0 ? n : 1;
+    count.store(n, std::memory_order_relaxed);
+    return n;
+  }
+
+ private:
+  std::atomic<int> known_[64][9] = {};  // two threads that race do the same thing twice
+};
+
 struct LaunchOptions {
   unsigned cluster = 1;   // neighbouring blocks of grid.x that form a cluster (sm_90)
   bool overlaps = false;  // may start early: the kernel calls wait_for_previous_kernel() (device/dependent_launch.h)

@@ -90,17 +90,6 @@ __device__ __forceinline__ Pack<T> load_pack_readonly(const T* p) {
   *reinterpret_cast<uint4*>(&pack) = __ldg(reinterpret_cast<const uint4*>(p));
   return pack;
 }
-// Evict-first: for data that is touched once, so that it does not push out what is used again.
-template <class T>
-__device__ __forceinline__ Pack<T> load_pack_streaming(const T* p) {
-  Pack<T> pack;
-  *reinterpret_cast<uint4*>(&pack) = __ldcs(reinterpret_cast<const uint4*>(p));
-  return pack;
-}
-template <class T>
-__device__ __forceinline__ void store_pack_streaming(T* p, const Pack<T>& pack) {
-  __stcs(reinterpret_cast<uint4*>(p), *reinterpret_cast<const uint4*>(&pack));
-}
 
 // A pack as floats, and floats rounded to a pack; 16-bit elements two at a time.
 __device__ __forceinline__ void unpack(const Pack<float>& pack, float (&v)[4]) {

@@ -62,34 +62,42 @@ bool supports_warp_per_row(const SoftmaxParams& p, const DeviceInfo& device) {
 bool supports_block_registers(const SoftmaxParams& p, const DeviceInfo& device) {
   return supports_block_online(p, device) && p.cols <= kSoftmaxBlockElements && p.rows <= kMostRows;
 }
-// Two blocks for a row of float32; 16-bit types, for which exp is computed twice anyway, are faster in shared memory.
-bool supports_cluster_registers(const SoftmaxParams& p, const DeviceInfo& device) {
-  return supports_block_online(p, device) && device.sm >= 90 && p.dtype == DType::kFloat32 && p.rows <= kMostRows / 2 &&
-         p.cols > kSoftmaxBlockElements && p.cols <= 2 * kSoftmaxBlockElements;
+// Longer rows are faster with more threads, if they can be had: 4096x12345 of float32 takes 102 us, not 106.
+bool suits_block_registers(const SoftmaxParams& p, const DeviceInfo&) {
+  return softmax_row_packs(p) <= 2048 || !softmax_is_plain(p);
 }
+bool supports_resident(const SoftmaxParams& p, const DeviceInfo& device) {
+  const SoftmaxResidentShape shape = softmax_resident_shape(p, device);
+  return supports_block_online(p, device) && softmax_is_plain(p) &&
+         shape.smem_bytes() <= softmax_shared_bytes(device) && p.rows <= kMostRows / shape.blocks;
+}
+// These two are for rows that `resident` does not take: those with a mask.
 bool supports_block_shared(const SoftmaxParams& p, const DeviceInfo& device) {
   return supports_block_online(p, device) && softmax_row_packs(p) * 16 <= softmax_shared_bytes(device);
 }
 // Rows that are too long for one block, or long ones that are too few for one block each.
 bool supports_cluster_shared(const SoftmaxParams& p, const DeviceInfo& device) {
   const int64_t packs = softmax_row_packs(p), slice = (packs + kSoftmaxClusterBlocks - 1) / kSoftmaxClusterBlocks;
-  return supports_block_online(p, device) && device.sm >= 90 && packs >= 2048 && slice * 16 <= softmax_shared_bytes(device) &&
+  return supports_block_online(p, device) && device.sm >= 90 && packs >= 2048 &&
+         slice * 16 <= softmax_shared_bytes(device) &&
          (2 * p.rows <= device.sm_count || !supports_block_shared(p, device));
 }
 // Rows that are too long for a cluster, or very long ones that are too few for one cluster each.
 bool supports_split(const SoftmaxParams& p, const DeviceInfo& device) {
   return supports_block_online(p, device) && softmax_row_packs(p) >= 8192 && p.rows <= kMostRows / 256 &&
-         (p.rows <= 8 || !(supports_block_shared(p, device) || supports_cluster_shared(p, device)));
+         (p.rows <= 8 || !(supports_resident(p, device) || supports_block_shared(p, device) ||
+                           supports_cluster_shared(p, device)));
 }
 #endif
 
 constexpr Variant<SoftmaxParams> kSoftmaxVariants[] = {
 #if ORTPLUGINS_WITH_CUDA
     {105, "warp_per_row", DeviceKind::kCuda, supports_warp_per_row, launch_softmax_warp_per_row},
-    {104, "block_registers", DeviceKind::kCuda, supports_block_registers, launch_softmax_block_registers},
+    {104, "block_registers", DeviceKind::kCuda, supports_block_registers, launch_softmax_block_registers, nullptr,
+     suits_block_registers},
     {107, "split", DeviceKind::kCuda, supports_split, launch_softmax_split, softmax_split_workspace},
+    {109, "resident", DeviceKind::kCuda, supports_resident, launch_softmax_resident},
     {106, "cluster_shared", DeviceKind::kCuda, supports_cluster_shared, launch_softmax_cluster_shared},
-    {108, "cluster_registers", DeviceKind::kCuda, supports_cluster_registers, launch_softmax_cluster_registers},
     {103, "block_shared", DeviceKind::kCuda, supports_block_shared, launch_softmax_block_shared},
     {102, "block_online", DeviceKind::kCuda, supports_block_online, launch_softmax_block_online},
     {101, "strided_online", DeviceKind::kCuda, supports_strided_online, launch_softmax_strided_online},

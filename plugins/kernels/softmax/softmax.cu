@@ -1,14 +1,12 @@
 // Softmax of rows that fit into registers, and of rows along any axis, on CUDA. Longer rows: softmax_long.cu.
 //
-//   warp_per_row       8 or 32 lanes hold a row in registers; one read, one write, no barrier
-//   block_registers    a block holds a row in registers; one read, one write, two barriers
-//   cluster_registers  as block_registers, two blocks together
-//   strided_online     for any `inner`; neighbouring threads own neighbouring rows, which are read twice: running
-//                      (maximum, sum), then the result
+//   warp_per_row     8 or 32 lanes hold a row in registers; one read, one write, no barrier
+//   block_registers  a block holds a row in registers; one read, one write, two barriers
+//   strided_online   for any `inner`; neighbouring threads own neighbouring rows, which are read twice: running
+//                    (maximum, sum), then the result
 //
 // Arithmetic is float32. exp is taken of (score - maximum); a row whose maximum is -inf gives zeros.
 #include "core/device.h"
-#include "device/cluster.h"
 #include "device/dependent_launch.h"
 #include "device/dispatch.h"
 #include "device/pack.h"
@@ -40,29 +38,6 @@ struct BlockGroup {
   float* scratch;  // (2, 32)
   __device__ __forceinline__ float max(float v) const { return block_reduce_once(v, scratch, MaxOp{}); }
   __device__ __forceinline__ float sum(float v) const { return block_reduce_once(v, scratch + 32, SumOp{}); }
-};
-
-// As BlockGroup, for the threads of two blocks of a cluster. Barriers: one of the block, one of the cluster.
-struct ClusterGroup {
-  static constexpr int kBlocks = 2;
-  static constexpr int threads = kBlocks * kBlockRowThreads;
-  static constexpr int kLeast = 32;
-  int thread_idx;
-  float* scratch;   // (2, 32)
-  float* exchange;  // (2, kBlocks, 2); the last dimension's second element is not used
-  __device__ __forceinline__ float max(float v) const {
-    return reduce(block_reduce_once(v, scratch, MaxOp{}), exchange, MaxOp{});
-  }
-  __device__ __forceinline__ float sum(float v) const {
-    return reduce(block_reduce_once(v, scratch + 32, SumOp{}), exchange + 2 * kBlocks, SumOp{});
-  }
-  template <class Op>
-  __device__ __forceinline__ float reduce(float v, float* of_blocks, Op op) const {
-    if (threadIdx.x < kBlocks) store_to_block(of_blocks + 2 * rank_in_cluster(), static_cast<int>(threadIdx.x), v, 0.0F);
-    cluster_arrive();
-    cluster_wait();
-    return op(of_blocks[0], of_blocks[2]);
-  }
 };
 
 template <class T, int kPacks, bool kMasked, class Group>
@@ -106,16 +81,6 @@ __global__ void __launch_bounds__(kBlockRowThreads, !kMasked && sizeof(T) == 2 ?
   __shared__ float scratch[64];
   const BlockGroup group{static_cast<int>(threadIdx.x), static_cast<int>(blockDim.x), scratch};
   softmax_in_registers<T, kPacks, kMasked>(p, blockIdx.x, group, true);
-}
-
-template <class T, int kPacks, bool kMasked>
-__global__ void __launch_bounds__(kBlockRowThreads, !kMasked && sizeof(T) == 2 ? 3 : 2)
-    softmax_cluster_registers_kernel(const __grid_constant__ SoftmaxParams p) {
-  __shared__ float scratch[64], exchange[4 * ClusterGroup::kBlocks];
-  cluster_arrive();
-  cluster_wait();  // both blocks have started: their shared memory may be written
-  const ClusterGroup group{rank_in_cluster() * kBlockRowThreads + static_cast<int>(threadIdx.x), scratch, exchange};
-  softmax_in_registers<T, kPacks, kMasked>(p, blockIdx.x / ClusterGroup::kBlocks, group, true);
 }
 
 // --- Any axis --------------------------------------------------------------------------------------------------------
@@ -210,15 +175,6 @@ Status launch_softmax_block_registers(const SoftmaxParams& p, const ExecContext&
     return launch("softmax_block_registers", kernel, static_cast<unsigned>(p.rows), static_cast<unsigned>(threads), 0,
                   context, p);
   });
-}
-
-Status launch_softmax_cluster_registers(const SoftmaxParams& p, const ExecContext& context) {
-  if (is_empty(p)) return {};
-  constexpr int kPacks = static_cast<int>(kSoftmaxBlockElements) / kBlockRowThreads / kPackSize<float>;
-  const auto kernel = softmax_is_plain(p) ? softmax_cluster_registers_kernel<float, kPacks, false>
-                                          : softmax_cluster_registers_kernel<float, kPacks, true>;
-  return launch_with({ClusterGroup::kBlocks}, "softmax_cluster_registers", kernel,
-                     static_cast<unsigned>(p.rows * ClusterGroup::kBlocks), kBlockRowThreads, 0, context, p);
 }
 
 Status launch_softmax_strided_online(const SoftmaxParams& p, const ExecContext& context) {

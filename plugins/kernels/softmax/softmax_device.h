@@ -15,9 +15,12 @@
 // that term to float32 costs |m| 2^-24, which is nothing in 11 bits as long as m is not large.
 #pragma once
 
+#include "device/bulk_copy.h"
+#include "device/cluster.h"
 #include "device/pack.h"
 #include "device/reduce.h"
 #include "kernels/softmax/softmax.h"
+#include "kernels/softmax/variants.h"
 
 namespace ortplugins {
 
@@ -49,11 +52,6 @@ struct SoftmaxRow {
     return edge_idx < head ? edge_idx : cols - edge + edge_idx;
   }
 };
-
-// Whether kernels without kMasked may serve.
-inline bool softmax_is_plain(const SoftmaxParams& p) {
-  return p.mask_dtype == DType::kNone && p.scale != 0.0F && fabsf(p.scale) < 1e38F;
-}
 
 // Adds the mask to scores. Without kMasked there is none; with it there may be none.
 template <class T, bool kMasked>
@@ -117,6 +115,14 @@ struct SoftmaxFinish {
     log2_sum = sum == 0.0F ? 0.0F : log2f(sum);
   }
   __device__ __forceinline__ float operator()(float value) const { return fmaf(value, factor, offset); }
+  // For values that were taken relative to another maximum, `difference` above m; -inf if all of them are 0.
+  __device__ __forceinline__ void rebase(float difference, bool log) {
+    if (log) {
+      offset += difference;
+    } else {
+      factor *= exp_approx(difference);
+    }
+  }
 };
 
 // kPacks packs of a thread, `step` packs apart. Positions count from the first of them; those from `left` on do not
@@ -327,6 +333,31 @@ struct SoftmaxEdge {
       if (thread_idx + i * threads < row.edge)
         row.y[row.col_of_edge(thread_idx + i * threads)] = from_float<T>(finish(v[i]));
     }
+  }
+};
+
+// The (maximum, sum) of each block of a cluster, in the shared memory of all of them: each block sends its own to all,
+// and goes on when as many bytes have come, which takes no barrier of the cluster. Two sets, for a block may be a round
+// ahead of another, though not two: it has had the other's message by then. A block ends after its last message has come.
+struct ClusterStats {
+  float2 of_blocks[2][kSoftmaxClusterBlocks];  // (parity of the round, block)
+  uint64_t barriers[2];
+
+  // Before a barrier of the cluster.
+  __device__ __forceinline__ void init() {
+    if (threadIdx.x < 2) mbarrier_init(smem_address(barriers + threadIdx.x), 1);
+    fence_barrier_init();
+  }
+  // Of the row, for all threads. `of_block` is the same in all threads of a block.
+  __device__ __forceinline__ MaxSum merge(const MaxSum& of_block, unsigned round, int rank, int blocks) {
+    const int thread_idx = static_cast<int>(threadIdx.x), lane_idx = thread_idx % 32;
+    const unsigned set = round % 2;
+    const uint32_t barrier = smem_address(barriers + set);
+    if (thread_idx < blocks) send_to_block(&of_blocks[set][rank].x, barrier, thread_idx, of_block.max, of_block.sum);
+    if (thread_idx == 0) mbarrier_arrive_expect(barrier, blocks * static_cast<int>(sizeof(MaxSum)));
+    mbarrier_wait(barrier, round / 2 % 2);
+    const float2 of_lane = of_blocks[set][lane_idx < blocks ? lane_idx : 0];
+    return warp_merge(lane_idx < blocks ? MaxSum{of_lane.x, of_lane.y} : MaxSum{});
   }
 };
 

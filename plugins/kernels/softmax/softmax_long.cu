@@ -1,5 +1,7 @@
 // Softmax of long contiguous rows on CUDA.
 //
+//   resident        a block, or a cluster of some, keeps a row without a mask in registers and shared memory: one read,
+//                   one write
 //   block_shared    a block keeps the row in shared memory: one read, one write. Blocks stay for several rows: while one
 //                   is written, the next comes into the shared memory that becomes free
 //   cluster_shared  as block_shared, the row lying in the shared memory of the blocks of a cluster
@@ -18,10 +20,11 @@ namespace ortplugins {
 namespace {
 
 // Packs of a thread under way at once. Scores with a mask take registers of their own.
-template <class T, bool kMasked>
-constexpr int kBatch = kMasked && sizeof(T) == 2 ? 2 : 4;
+template <class T>
+constexpr int kBatch = sizeof(T) == 2 ? 2 : 4;
 constexpr LaunchOptions kOverlapping{1, true};
 constexpr int kSharedMostThreads = 512;
+constexpr int kResidentMostThreads = 1024;
 constexpr int kOnlineThreads = 512;
 constexpr int kSplitThreads = 256;
 
@@ -55,7 +58,7 @@ struct Slice {
 
   // Starts copies of this thread's packs of one batch; they are one group, empty or not.
   __device__ __forceinline__ void fetch(uint32_t smem, int batch) const {
-    constexpr int kPacks = kBatch<T, kMasked>;
+    constexpr int kPacks = kBatch<T>;
     const int threads = static_cast<int>(blockDim.x);
     const T* const x = row.x + first_col();
 #pragma unroll
@@ -69,13 +72,13 @@ struct Slice {
 
 // Shared memory holds the slice as it was read. A thread reads only packs that it copied itself, so that no barrier is
 // needed for them, and refills their place for the next row when it has used them.
-template <class T, bool kMasked>
-__global__ void __launch_bounds__(kSharedMostThreads, kMasked ? 1 : 2)
+template <class T>
+__global__ void __launch_bounds__(kSharedMostThreads, 1)
     softmax_shared_kernel(const __grid_constant__ SoftmaxParams p, int slice_packs) {
-  constexpr int kPacks = kBatch<T, kMasked>;
+  constexpr int kPacks = kBatch<T>;
   extern __shared__ uint4 smem[];
-  __shared__ MaxSum block_stats[2][32];                       // (parity of the round, warp)
-  __shared__ MaxSum cluster_stats[2][kSoftmaxClusterBlocks];  // (parity of the round, block)
+  __shared__ MaxSum block_stats[2][32];  // (parity of the round, warp)
+  __shared__ ClusterStats cluster_stats;
   const int thread_idx = static_cast<int>(threadIdx.x), threads = static_cast<int>(blockDim.x);
   const int rank = rank_in_cluster(), blocks = blocks_in_cluster();
   const int batches = (slice_packs + kPacks * threads - 1) / (kPacks * threads);
@@ -83,11 +86,14 @@ __global__ void __launch_bounds__(kSharedMostThreads, kMasked ? 1 : 2)
   const uint32_t cache_address = smem_address(smem);
   const int64_t stride = gridDim.x / blocks;
   int64_t row_idx = blockIdx.x / blocks;
-  if (blocks > 1) cluster_arrive();
+  if (blocks > 1) {
+    cluster_stats.init();
+    cluster_arrive_relaxed();
+  }
   let_next_kernel_start();
   wait_for_previous_kernel();
 
-  Slice<T, kMasked> slice(p, row_idx, rank, slice_packs);
+  Slice<T, true> slice(p, row_idx, rank, slice_packs);
   SoftmaxEdge<T, 1> edge;
   for (int b = 0; b < batches; ++b) slice.fetch(cache_address, b);
   edge.load(slice.row, slice.mask, thread_idx, threads, p.scale);
@@ -95,13 +101,13 @@ __global__ void __launch_bounds__(kSharedMostThreads, kMasked ? 1 : 2)
 
   const auto load_batch = [&](int b) {
     const int first = b * kPacks * threads + thread_idx;
-    SoftmaxBatch<T, kPacks, kMasked, int> batch(threads, slice.packs - first);
+    SoftmaxBatch<T, kPacks, true, int> batch(threads, slice.packs - first);
     batch.load([&](int position) { return cache[first + position]; });
     batch.score(slice.mask, slice.first_col() + first * kPackSize<T>, p.scale);
     return batch;
   };
 
-  for (int round = 0; row_idx < p.rows; round ^= 1, row_idx += stride) {
+  for (unsigned round = 0; row_idx < p.rows; ++round, row_idx += stride) {
     MaxSum running;
     for (int b = 0; b < batches; ++b) {
       cp_async_wait_at_most(batches - 1 - b);
@@ -110,18 +116,13 @@ __global__ void __launch_bounds__(kSharedMostThreads, kMasked ? 1 : 2)
     }
     const float top = fmaxf(running.max, edge.v[0]), rebased = softmax_reference(top);
     running = {top, running.sum * exp_approx(running.max - rebased) + exp_approx(edge.v[0] - rebased)};
-    MaxSum total = block_merge_once(running, block_stats[round]);
-    if (blocks > 1) {
-      if (thread_idx < blocks) store_to_block(&cluster_stats[round][rank].max, thread_idx, total.max, total.sum);
-      cluster_arrive();
-      cluster_wait();
-      total = warp_merge(thread_idx % 32 < blocks ? cluster_stats[round][thread_idx % 32] : MaxSum{});
-    }
+    MaxSum total = block_merge_once(running, block_stats[round % 2]);
+    if (blocks > 1) total = cluster_stats.merge(total, round, rank, blocks);
     const float reference = softmax_reference(total.max);
     const SoftmaxFinish finish(total.sum, p.log);
 
     const bool more = row_idx + stride < p.rows;
-    const Slice<T, kMasked> next(p, more ? row_idx + stride : row_idx, rank, slice_packs);
+    const Slice<T, true> next(p, more ? row_idx + stride : row_idx, rank, slice_packs);
     edge.exponentials(reference, p.log);
     edge.store(slice.row, thread_idx, threads, finish);
     if (more) edge.load(next.row, next.mask, thread_idx, threads, p.scale);
@@ -137,6 +138,73 @@ __global__ void __launch_bounds__(kSharedMostThreads, kMasked ? 1 : 2)
   }
 }
 
+// --- A row in registers and shared memory ----------------------------------------------------------------------------
+
+// Of the slice a thread keeps kSoftmaxResidentPacks packs in registers, the others in shared memory, where it reads only
+// what it copied itself. It takes exponentials relative to its own maximum, so that the (maximum, sum) of the row costs
+// one barrier, and in a cluster one message from each block to each.
+template <class T>
+__global__ void __launch_bounds__(kResidentMostThreads, 1)
+    softmax_resident_kernel(const __grid_constant__ SoftmaxParams p, int slice_packs) {
+  constexpr int kSharedBatch = 2;
+  extern __shared__ uint4 smem[];
+  __shared__ MaxSum block_stats[32];
+  __shared__ ClusterStats cluster_stats;
+  const int thread_idx = static_cast<int>(threadIdx.x), threads = static_cast<int>(blockDim.x);
+  const int rank = rank_in_cluster(), blocks = blocks_in_cluster();
+  if (blocks > 1) {
+    cluster_stats.init();
+    cluster_arrive_relaxed();
+  }
+  let_next_kernel_start();
+  wait_for_previous_kernel();
+
+  const SoftmaxMask<T, false> mask(p, 0, 0);
+  const Slice<T, false> slice(p, blockIdx.x / static_cast<unsigned>(blocks), rank, slice_packs);
+  const T* const x = slice.row.x + slice.first_col();
+  T* const y = slice.row.y + slice.first_col();
+  SoftmaxBatch<T, kSoftmaxResidentPacks, false, int> kept(threads, slice.packs - thread_idx);
+  kept.load([&](int position) { return load_pack_readonly(x + (thread_idx + position) * kPackSize<T>); });
+  const int kept_packs = kSoftmaxResidentPacks * threads, begin = kept_packs + thread_idx;
+  for (int i = begin; i < slice.packs; i += threads) {
+    cp_async_16(smem_address(smem) + (i - kept_packs) * kPackBytes, x + i * kPackSize<T>);
+  }
+  cp_async_commit();
+  SoftmaxEdge<T, 1> edge;
+  edge.load(slice.row, mask, thread_idx, threads, p.scale);
+  const auto for_shared = [&](const auto& body) {
+    const auto* const cache = reinterpret_cast<const Pack<T>*>(smem) - kept_packs;
+    for (int i = begin; i < slice.packs; i += kSharedBatch * threads) {
+      SoftmaxBatch<T, kSharedBatch, false, int> batch(threads, slice.packs - i);
+      batch.load([&](int position) { return cache[i + position]; });
+      batch.score(mask, 0, p.scale);
+      body(batch, i);
+    }
+  };
+
+  kept.score(mask, 0, p.scale);
+  const float top = fmaxf(kept.max(p.scale), edge.v[0]), local = softmax_reference(top);
+  MaxSum part{top, kept.exponentials(local, p.scale, p.log) + exp_approx(edge.v[0] - local)};
+  cp_async_wait<0>();
+  for_shared([&](auto& batch, int) { accumulate(&part, batch, p.scale); });
+  MaxSum total = block_merge_once(part, block_stats);
+  if (blocks > 1) {
+    cluster_wait();  // all blocks have started
+    total = cluster_stats.merge(total, 0, rank, blocks);
+  }
+
+  const float reference = softmax_reference(total.max);
+  SoftmaxFinish finish(total.sum, p.log);
+  edge.exponentials(reference, p.log);
+  edge.store(slice.row, thread_idx, threads, finish);
+  for_shared([&](auto& batch, int i) {
+    batch.exponentials(reference, p.scale, p.log);
+    batch.store(y + i * kPackSize<T>, slice.row.y_packed, reference, p.scale, p.log, finish);
+  });
+  if (!kept.kKeepsRaw) finish.rebase(top - reference, p.log);
+  kept.store(y + thread_idx * kPackSize<T>, slice.row.y_packed, reference, p.scale, p.log, finish);
+}
+
 // --- A row read twice ------------------------------------------------------------------------------------------------
 
 // Packs [begin, end) of a row, by a block; body(batch, first pack) for each batch of a thread.
@@ -144,7 +212,7 @@ template <class T, class Body>
 __device__ __forceinline__ void for_batches(const SoftmaxParams& p, const SoftmaxRow<T, int64_t>& row,
                                             const SoftmaxMask<T, true>& mask, int64_t begin, int64_t end,
                                             const Body& body) {
-  constexpr int kPacks = kBatch<T, true>;
+  constexpr int kPacks = kBatch<T>;
   const int64_t threads = blockDim.x;
   for (int64_t first = begin + threadIdx.x; first < end; first += kPacks * threads) {
     SoftmaxBatch<T, kPacks, true, int64_t> batch(threads, end - first);
@@ -219,70 +287,60 @@ __global__ void __launch_bounds__(kSplitThreads)
 
 // --- Launchers -------------------------------------------------------------------------------------------------------
 
-// How many clusters of `cluster` (a power of two) blocks run at once, one block on a multiprocessor. Asked once.
-template <class T, bool kMasked>
-int clusters_at_once(const DeviceInfo& device, int cluster, int smem_bytes) {
-  if (cluster == 1) return device.sm_count;
-  static std::atomic<int> known[64][kSoftmaxClusterBlocks + 1];
-  std::atomic<int>& count = known[device.ordinal & 63][cluster];
-  if (const int n = count.load(std::memory_order_relaxed); n > 0) return n;
-  cudaLaunchConfig_t config = {};
-  config.gridDim = static_cast<unsigned>(cluster);
-  config.blockDim = kSharedMostThreads;
-  config.dynamicSmemBytes = static_cast<size_t>(smem_bytes);
-  cudaLaunchAttribute attribute = {};
-  attribute.id = cudaLaunchAttributeClusterDimension;
-  attribute.val.clusterDim = {static_cast<unsigned>(cluster), 1, 1};
-  config.attrs = &attribute;
-  config.numAttrs = 1;
-  int n = 0;
-  if (cudaOccupancyMaxActiveClusters(&n, softmax_shared_kernel<T, kMasked>, &config) != cudaSuccess)
-    (void)cudaGetLastError();
-  n = n > 0 ? n : 1;
-  count.store(n, std::memory_order_relaxed);
-  return n;
+// How many clusters of so many blocks run at once, one block on a multiprocessor.
+template <class T>
+int clusters_at_once(const DeviceInfo& device, int cluster) {
+  static ClusterLimit limit;
+  return limit.get(softmax_shared_kernel<T>, device, cluster, kSharedMostThreads, softmax_shared_bytes(device));
 }
 
 // Blocks of a cluster. The fewer, the better they fill the device (of 132 multiprocessors, clusters of two use all, of
 // four or eight 120). More of them where rows are too few to keep all busy, or where the last round of few would be
 // half empty.
-template <class T, bool kMasked>
+template <class T>
 int cluster_blocks(const SoftmaxParams& p, const DeviceInfo& device) {
   const int64_t packs = p.cols / kPackSize<T>;
   const int most_bytes = softmax_shared_bytes(device);
-  if (p.rows <= clusters_at_once<T, kMasked>(device, kSoftmaxClusterBlocks, most_bytes)) return kSoftmaxClusterBlocks;
+  if (p.rows <= clusters_at_once<T>(device, kSoftmaxClusterBlocks)) return kSoftmaxClusterBlocks;
   int blocks = 2;
   while (blocks < kSoftmaxClusterBlocks && ceil_div(packs, blocks) * kPackBytes > most_bytes) blocks *= 2;
-  const int64_t rounds = ceil_div(p.rows, clusters_at_once<T, kMasked>(device, blocks, most_bytes));
+  const int64_t rounds = ceil_div(p.rows, clusters_at_once<T>(device, blocks));
   return rounds == 1 || rounds >= 4 ? blocks : kSoftmaxClusterBlocks;
 }
 
-template <class T, bool kMasked>
+template <class T>
 Status launch_shared(const SoftmaxParams& p, bool clusters, const ExecContext& context) {
   const DeviceInfo& device = *context.device;
   const int most_bytes = softmax_shared_bytes(device);
   static SmemLimit limit;
-  ORTPLUGINS_RETURN_IF_ERROR(limit.raise(softmax_shared_kernel<T, kMasked>, device, most_bytes));
-  const int blocks = clusters ? cluster_blocks<T, kMasked>(p, device) : 1;
+  ORTPLUGINS_RETURN_IF_ERROR(limit.raise(softmax_shared_kernel<T>, device, most_bytes));
+  const int blocks = clusters ? cluster_blocks<T>(p, device) : 1;
   const int64_t slice_packs = ceil_div(p.cols / kPackSize<T>, blocks);
   const int64_t bytes = slice_packs * kPackBytes;
   const int threads = slice_packs > 4096 ? kSharedMostThreads : slice_packs > 1024 ? 256 : 128;
-  const int64_t by_threads = (kMasked ? 512 : 1024) / threads, by_bytes = device.max_smem_per_sm / (bytes + 2048);
+  const int64_t by_threads = kSharedMostThreads / threads, by_bytes = device.max_smem_per_sm / (bytes + 2048);
   const int64_t per_sm = by_threads < by_bytes ? by_threads : by_bytes > 0 ? by_bytes : 1;
-  const unsigned groups = grid_size(p.rows, per_sm * clusters_at_once<T, kMasked>(device, blocks, most_bytes));
+  const unsigned groups = grid_size(p.rows, per_sm * clusters_at_once<T>(device, blocks));
   return launch_with({static_cast<unsigned>(blocks), true},
-                     clusters ? "softmax_cluster_shared" : "softmax_block_shared", softmax_shared_kernel<T, kMasked>,
+                     clusters ? "softmax_cluster_shared" : "softmax_block_shared", softmax_shared_kernel<T>,
                      groups * static_cast<unsigned>(blocks), static_cast<unsigned>(threads), static_cast<size_t>(bytes),
                      context, p, static_cast<int>(slice_packs));
 }
 
 Status launch_shared(const SoftmaxParams& p, bool clusters, const ExecContext& context) {
   if (p.rows == 0 || p.cols == 0) return {};
-  return dispatch(p.dtype, [&](auto tag) {
-    using T = typename decltype(tag)::type;
-    return softmax_is_plain(p) ? launch_shared<T, false>(p, clusters, context)
-                               : launch_shared<T, true>(p, clusters, context);
-  });
+  return dispatch(p.dtype,
+                  [&](auto tag) { return launch_shared<typename decltype(tag)::type>(p, clusters, context); });
+}
+
+template <class T>
+Status launch_resident(const SoftmaxParams& p, const SoftmaxResidentShape& shape, const ExecContext& context) {
+  const auto kernel = softmax_resident_kernel<T>;
+  static SmemLimit limit;
+  ORTPLUGINS_RETURN_IF_ERROR(limit.raise(kernel, *context.device, softmax_shared_bytes(*context.device)));
+  return launch_with({static_cast<unsigned>(shape.blocks), true}, "softmax_resident", kernel,
+                     static_cast<unsigned>(p.rows * shape.blocks), static_cast<unsigned>(shape.threads),
+                     static_cast<size_t>(shape.smem_bytes()), context, p, static_cast<int>(shape.slice_packs));
 }
 
 // Chunks of 16 KB, four packs a thread, or more; 256 of a row are enough for all multiprocessors.
@@ -292,6 +350,31 @@ int64_t split_chunks(const SoftmaxParams& p) {
 }
 
 }  // namespace
+
+// As measured on an H200. Blocks of 256 threads with 1000 to 3200 packs each, four on a multiprocessor, do best: while
+// one waits or reduces, others load and store. Longer slices, where clusters cannot be larger, take as many threads as
+// leave room for two blocks. There are more blocks than that where rows are so few that a multiprocessor would have less
+// than two. In us, of float32 and float16, beside what one or two blocks of 512 threads with the row in shared memory
+// take: 2048x32768 130, 67 (145, 80); 64x131072 22.1, 12.6 (24.4, 14.3); 512x151936 159, 81 (177, 102); 1024x50257 105,
+// 56 (118, 71); 1000x100000 199, 103 (226, 126); 32x40000 6.5, 5.0 (7.5, 6.7).
+SoftmaxResidentShape softmax_resident_shape(const SoftmaxParams& p, const DeviceInfo& device) {
+  const int64_t packs = softmax_row_packs(p);
+  const int most = device.sm >= 90 ? kSoftmaxClusterBlocks : 1;
+  int blocks = 1;
+  while (blocks < most && (ceil_div(packs, blocks) > 3200 ||
+                           (p.rows * blocks < 2 * device.sm_count && packs / blocks >= 2048))) {
+    blocks *= 2;
+  }
+  const int64_t slice = ceil_div(packs, blocks);
+  return {slice, blocks, slice <= 3200 ? 256 : slice <= 10240 ? 512 : kResidentMostThreads};
+}
+
+Status launch_softmax_resident(const SoftmaxParams& p, const ExecContext& context) {
+  if (p.rows == 0 || p.cols == 0) return {};
+  return dispatch(p.dtype, [&](auto tag) {
+    return launch_resident<typename decltype(tag)::type>(p, softmax_resident_shape(p, *context.device), context);
+  });
+}
 
 Status launch_softmax_block_shared(const SoftmaxParams& p, const ExecContext& context) {
   return launch_shared(p, false, context);
