@@ -170,6 +170,38 @@ __device__ __forceinline__ float largest_of_pairs(const Pack<T>& p) {
 __device__ __forceinline__ float largest(const Pack<__half>& p) { return largest_of_pairs<__half2>(p); }
 __device__ __forceinline__ float largest(const Pack<__nv_bfloat16>& p) { return largest_of_pairs<__nv_bfloat162>(p); }
 
+// Sums, rounded to T once: in 16 bits, too, float32 in between would change nothing.
+__device__ __forceinline__ Pack<float> pack_add(const Pack<float>& a, const Pack<float>& b) {
+  Pack<float> r;
+#pragma unroll
+  for (int i = 0; i < kPackSize<float>; ++i) r.v[i] = a.v[i] + b.v[i];
+  return r;
+}
+template <class Pair, class T>
+__device__ __forceinline__ Pack<T> pack_add_pairs(const Pack<T>& a, const Pack<T>& b) {
+  Pack<T> r;
+#pragma unroll
+  for (int i = 0; i < kPackSize<T> / 2; ++i) {
+    reinterpret_cast<Pair*>(&r)[i] =
+        __hadd2_rn(reinterpret_cast<const Pair*>(&a)[i], reinterpret_cast<const Pair*>(&b)[i]);
+  }
+  return r;
+}
+__device__ __forceinline__ Pack<__half> pack_add(const Pack<__half>& a, const Pack<__half>& b) {
+  return pack_add_pairs<__half2>(a, b);
+}
+__device__ __forceinline__ Pack<__nv_bfloat16> pack_add(const Pack<__nv_bfloat16>& a, const Pack<__nv_bfloat16>& b) {
+  return pack_add_pairs<__nv_bfloat162>(a, b);
+}
+
+// Makes the compiler convert the elements anew instead of keeping them as floats, too; of use in 16 bits.
+template <class T>
+__device__ __forceinline__ void forget(Pack<T>& pack) {
+  uint32_t* const words = reinterpret_cast<uint32_t*>(&pack);
+#pragma unroll
+  for (int i = 0; i < 4; ++i) asm volatile("" : "+r"(words[i]));
+}
+
 // All elements with the other sign.
 template <class T>
 __device__ __forceinline__ void negate(Pack<T>& pack) {

@@ -85,20 +85,20 @@ bool supports_block_registers(const LayerNormParams& p, const DeviceInfo& device
          p.cols <= kLayerNormBlockElements && layer_norm_aligned(p) && p.rows <= 0x7fffffff;
 }
 // x and the residual come by bulk copies; a bias would have to come otherwise. Rows are counted in 32 bits, with room
-// for the largest step.
+// for the largest step. Rows of float32 gain nothing.
 bool supports_ring(const LayerNormParams& p, const DeviceInfo& device) {
-  return device.sm >= 90 && layer_norm_aligned(p) && p.bias == nullptr && p.cols <= kLayerNormBlockElements &&
-         p.rows <= 0x3fffffff;
+  return device.sm >= 90 && p.dtype != DType::kFloat32 && layer_norm_aligned(p) && p.bias == nullptr &&
+         p.cols <= kLayerNormBlockElements && p.rows <= 0x3fffffff;
 }
-// As measured on an H200, with enough rows for blocks that stay. Of the speed of a copy, or of the sum of two tensors
-// where there is a residual: 768 columns of 16 bits 0.91 instead of 0.74 (residual: 0.91, 0.69), of float32 0.95 not
-// 0.92 (0.94, 0.83); 12288 columns of 16 bits 0.85 instead of 0.76 (0.94, 0.69), of float32 with a residual 0.92
-// instead of 0.82. At 4096 columns, and at 12288 of float32 alone, block_registers is as fast or faster.
+// As measured on an H200, with enough rows for blocks that stay. Of the speed of a copy, beside that of block_registers:
+// 768 columns 0.91 (0.76), 1024 0.89 (0.80), 2048 0.90 (0.85), 4096 0.90 (0.85), 8192 0.90 (0.83), 12288 0.87 (0.73).
+// Of that of the sum of two tensors, where there is a residual: 0.96 (0.85), 0.96 (0.88), 0.95 (0.93), 0.89 (0.95),
+// 0.90 (0.92), 0.98 (0.89). Where `sum` is written, too, block_registers is faster from 1024 columns on.
 bool suits_ring(const LayerNormParams& p, const DeviceInfo& device) {
   const int64_t packs = layer_norm_row_packs(p);
-  if (p.rows < 8 * device.sm_count) return false;
-  if (p.dtype == DType::kFloat32) return (packs > 128 && packs <= 192) || (p.residual != nullptr && packs > 2048);
-  return (packs > 64 && packs <= 96) || packs > 1024;
+  if (p.rows < 8 * device.sm_count || packs <= 64) return false;
+  if (p.sum != nullptr) return packs <= 96;
+  return p.residual == nullptr || packs <= 256 || packs > 1024;
 }
 bool supports_block_shared(const LayerNormParams& p, const DeviceInfo& device) {
   return device.sm >= 80 && layer_norm_row_packs(p) * 16 <= layer_norm_shared_bytes(device);

@@ -1,4 +1,5 @@
-// LayerNorm and RMSNorm of aligned rows on CUDA, with x and the residual brought by the copy engine (sm_90).
+// LayerNorm and RMSNorm of aligned rows of 16-bit elements on CUDA, with x and the residual brought by the copy engine
+// (sm_90).
 //
 // A group of warps, one of those of a block or all of them, holds a row in registers, 32 * kPacks packs a warp; lane i
 // owns packs i, i + 32, ... of these. Blocks stay for many rows, so that gamma and beta stay in registers, too. Each
@@ -19,38 +20,6 @@
 
 namespace ortplugins {
 namespace {
-
-// x + residual, rounded to T once: in 16 bits, too, float32 in between would change nothing.
-__device__ __forceinline__ Pack<float> pack_add(const Pack<float>& a, const Pack<float>& b) {
-  Pack<float> r;
-#pragma unroll
-  for (int i = 0; i < 4; ++i) r.v[i] = a.v[i] + b.v[i];
-  return r;
-}
-template <class Pair, class T>
-__device__ __forceinline__ Pack<T> pack_add_pairs(const Pack<T>& a, const Pack<T>& b) {
-  Pack<T> r;
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    reinterpret_cast<Pair*>(&r)[i] =
-        __hadd2_rn(reinterpret_cast<const Pair*>(&a)[i], reinterpret_cast<const Pair*>(&b)[i]);
-  }
-  return r;
-}
-__device__ __forceinline__ Pack<__half> pack_add(const Pack<__half>& a, const Pack<__half>& b) {
-  return pack_add_pairs<__half2>(a, b);
-}
-__device__ __forceinline__ Pack<__nv_bfloat16> pack_add(const Pack<__nv_bfloat16>& a, const Pack<__nv_bfloat16>& b) {
-  return pack_add_pairs<__nv_bfloat162>(a, b);
-}
-
-// Makes the compiler convert the elements anew instead of keeping them as floats, too.
-template <class T>
-__device__ __forceinline__ void forget(Pack<T>& pack) {
-  uint32_t* const words = reinterpret_cast<uint32_t*>(&pack);
-#pragma unroll
-  for (int i = 0; i < 4; ++i) asm volatile("" : "+r"(words[i]));
-}
 
 // kMostThreads: of all blocks of a multiprocessor together; registers are shared out so.
 template <class T, int kPacks, int kMostThreads>
@@ -105,10 +74,8 @@ __global__ void __launch_bounds__(kMostThreads, 1)
   for (int round = 0; row_idx < rows; round ^= 1, row_idx += stride) {
     Pack<T> s[kPacks];
     const auto forget_floats = [&] {
-      if constexpr (sizeof(T) == 2) {
 #pragma unroll
-        for (int i = 0; i < kPacks; ++i) forget(s[i]);
-      }
+      for (int i = 0; i < kPacks; ++i) forget(s[i]);
     };
     ring.wait();
     const auto* const slot = reinterpret_cast<const Pack<T>*>(of_warp + ring.slot * slot_bytes);
@@ -185,10 +152,8 @@ __global__ void __launch_bounds__(kMostThreads, 1)
       if (!has(i)) continue;
       float e[kSize], g[kSize], b[kSize];
       unpack(s[i], e);
-      if constexpr (sizeof(T) == 2) {
-        forget(gamma[i]);
-        forget(beta[i]);
-      }
+      forget(gamma[i]);
+      forget(beta[i]);
       unpack(gamma[i], g);
       unpack(beta[i], b);
 #pragma unroll
@@ -222,15 +187,15 @@ Status launch_ring(const LayerNormParams& p, const ExecContext& context) {
 
 Status launch_layer_norm_ring(const LayerNormParams& p, const ExecContext& context) {
   if (p.rows == 0 || p.cols == 0) return {};
-  return dispatch(p.dtype, [&](auto tag) -> Status {
+  return dispatch_half(p.dtype, [&](auto tag) -> Status {
     using T = typename decltype(tag)::type;
-    // On an H200 (16384, 768) of 16 bits takes 15.4 us, with a residual 21.9 (6, 512: 17.2 and 22.9); (4096,
-    // 12288) 57.8 us, with a residual 76.0 (6, 512: over 82.8). More slots than these are slower by up to a tenth.
-    if constexpr (sizeof(T) == 2) {
-      if (p.cols <= kLayerNormRingWarpElements) return launch_ring<T, 3, 768, 2>(p, context);
-      if (p.residual != nullptr) return launch_ring<T, 4, 640, 2>(p, context);
-    }
-    return launch_ring<T, 6, 512, 6>(p, context);
+    // As few lanes as can be are without a pack. On an H200 (16384, 768) takes 15.4 us, with a residual 22.0 (6, 512:
+    // 17.2 and 22.9); (16384, 1536) 29.3 (4, 512: 35.3); (16384, 4096) 71.5 (6, 512: 73.5); (4096, 12288) 56.7 (4, 512:
+    // 63.1), with a residual 74.9 (6, 512: 83.6). More slots than these are slower by up to 7 %.
+    const int64_t packs = p.cols / kPackSize<T>;
+    if (p.cols <= kLayerNormRingWarpElements) return launch_ring<T, 3, 768, 2>(p, context);
+    const bool wide = p.residual == nullptr && ((packs > 128 && packs <= 192) || packs > 1024);
+    return wide ? launch_ring<T, 6, 512, 6>(p, context) : launch_ring<T, 4, 512, 1>(p, context);
   });
 }
 
