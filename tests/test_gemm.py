@@ -358,7 +358,7 @@ def bound_of(case: Case, expected: GemmResult, dtype: str, precision: str = "iee
 @functools.cache
 def solved(name: str, dtype: str, precision: str = "ieee") -> tuple[Inputs, GemmResult, np.ndarray]:
     """Inputs, expected result and bound of a case; made once for all variants."""
-    case = next(c for c in (*CASES, *ROWS_OF_16_BYTES, *PRECISION_CASES) if c.name == name)
+    case = next(c for c in (*CASES, *ROWS_OF_16_BYTES, *PRECISION_CASES, BIAS_CASE) if c.name == name)
     inputs = case.inputs(dtype)
     expected = gemm_reference(inputs, case.attrs)
     return inputs, expected, bound_of(case, expected, dtype, precision)
@@ -383,6 +383,25 @@ def test_precision(case: Case, precision: str, variant: native.VariantInfo) -> N
     inputs, expected, bound = solved(case.name, "float32", precision)
     (y,) = run_variant(OP, variant, inputs, {**case.attrs, "precision": precision})
     assert_close(y, expected.y, bound)
+
+
+BIAS_CASE = Case("bias_of_sums", 64, 128, 768, same_sign=True)
+BIAS_BOUND = 2.0 * EPSILON["float32"]
+"""Largest relative mean error of sums of one sign. A chain of n additions that cut off takes about 0.36 n 2^-24 off its
+result, since the sum grows as it goes; n is 4 in kernels whose sums leave the tensor cores in time."""
+
+
+def relative_bias(y: np.ndarray, expected: np.ndarray) -> float:
+    return float(np.mean((y.astype(np.float64) - expected) / expected))
+
+
+@pytest.mark.parametrize("variant", variant_params(OP))
+@pytest.mark.parametrize("precision", ("ieee", "tf32x3"))
+def test_sums_have_no_bias(precision: str, variant: native.VariantInfo) -> None:
+    """An error that all elements share does not average out in the layers of a model, however small it is."""
+    inputs, expected, _ = solved(BIAS_CASE.name, "float32")
+    (y,) = run_variant(OP, variant, inputs, {"precision": precision})
+    assert abs(relative_bias(y, expected.y)) <= BIAS_BOUND
 
 
 @pytest.mark.parametrize("variant", [p for p in variant_params(OP) if p.values[0].device == "cpu"])
@@ -485,16 +504,33 @@ def test_bound_rejects_lost_precision(name: str) -> None:
         assert_close(bfloat16, expected.y, solved(name, "float32", "tf32")[2])
 
 
+def truncated_sums(a: np.ndarray, b: np.ndarray, depth: int = 1) -> np.ndarray:
+    """``a @ b`` of positive numbers, ``depth`` products at a time, cut off to float32 instead of rounded."""
+    sums = np.zeros((a.shape[0], b.shape[1]), np.float32)
+    for p in range(0, a.shape[1], depth):
+        exact = sums + a[:, p : p + depth].astype(np.float64) @ b[p : p + depth].astype(np.float64)
+        nearest = exact.astype(np.float32)
+        sums = np.where(nearest > exact, np.nextafter(nearest, np.float32(0)), nearest)
+    return sums
+
+
 def test_bound_rejects_biased_sums() -> None:
     """Sums of one sign that are cut off instead of rounded drift away."""
     inputs, expected, bound = solved("deep_same_sign_4096", "float32")
-    sums = np.zeros(expected.y.shape, np.float32)
-    for p in range(inputs[A].shape[1]):
-        exact = sums.astype(np.float64) + np.outer(inputs[A][:, p].astype(np.float64), inputs[B][p].astype(np.float64))
-        nearest = exact.astype(np.float32)
-        sums = np.where(nearest > exact, np.nextafter(nearest, np.float32(0)), nearest)
     with pytest.raises(AssertionError, match="over the bound"):
-        assert_close(sums, expected.y, bound)
+        assert_close(truncated_sums(inputs[A], inputs[B]), expected.y, bound)
+
+
+def test_bias_bound_tells_chains_apart() -> None:
+    """Tensor cores add eight products at once: sums over 32 of k pass, sums over 128 of k fail."""
+    inputs, expected, _ = solved(BIAS_CASE.name, "float32")
+
+    def promoted(depth: int) -> np.ndarray:
+        parts = [truncated_sums(inputs[A][:, p : p + depth], inputs[B][p : p + depth], 8) for p in range(0, BIAS_CASE.k, depth)]
+        return np.sum(parts, axis=0, dtype=np.float32)
+
+    assert abs(relative_bias(promoted(32), expected.y)) <= BIAS_BOUND
+    assert abs(relative_bias(promoted(128), expected.y)) > BIAS_BOUND
 
 
 @pytest.mark.parametrize(

@@ -15,10 +15,7 @@ __device__ __forceinline__ uint32_t smem_address(const void* p) {
 __device__ __forceinline__ void cp_async_16(uint32_t smem, const void* gmem, int bytes = 16) {
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;\n" ::"r"(smem), "l"(gmem), "r"(bytes) : "memory");
 }
-// As cp_async_16, for 8 and 4 bytes of that alignment.
-__device__ __forceinline__ void cp_async_8(uint32_t smem, const void* gmem, int bytes = 8) {
-  asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;\n" ::"r"(smem), "l"(gmem), "r"(bytes) : "memory");
-}
+// As cp_async_16, for 4 bytes of that alignment.
 __device__ __forceinline__ void cp_async_4(uint32_t smem, const void* gmem, int bytes = 4) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;\n" ::"r"(smem), "l"(gmem), "r"(bytes) : "memory");
 }

@@ -24,21 +24,22 @@ struct EpilogueArgs {
 };
 
 // For results of type T.
+template <class T, Activation kActivation, int kCount>
+__device__ __forceinline__ void activate_each(float (&v)[kCount]) {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) v[i] = sizeof(T) == 2 ? activate_approx(v[i], kActivation) : activate(v[i], kActivation);
+}
 template <class T, int kCount>
 __device__ __forceinline__ void activate_all(float (&v)[kCount], Activation activation) {
+  // The most frequent ones do not go through the table of jumps.
+  if (activation == Activation::kNone) return;
+  if (activation == Activation::kGelu) return activate_each<T, Activation::kGelu>(v);
   switch (activation) {
-#define ORTPLUGINS_ACTIVATION(name)                                             \
-  case Activation::name:                                                        \
-    _Pragma("unroll") for (int i = 0; i < kCount; ++i) v[i] = sizeof(T) == 2 ? activate_approx(v[i], Activation::name) : activate(v[i], Activation::name); \
-    break;
-    ORTPLUGINS_ACTIVATION(kRelu)
-    ORTPLUGINS_ACTIVATION(kGelu)
-    ORTPLUGINS_ACTIVATION(kGeluTanh)
-    ORTPLUGINS_ACTIVATION(kSilu)
-    ORTPLUGINS_ACTIVATION(kQuickGelu)
-#undef ORTPLUGINS_ACTIVATION
-    case Activation::kNone:
-      break;
+    case Activation::kRelu: return activate_each<T, Activation::kRelu>(v);
+    case Activation::kGeluTanh: return activate_each<T, Activation::kGeluTanh>(v);
+    case Activation::kSilu: return activate_each<T, Activation::kSilu>(v);
+    case Activation::kQuickGelu: return activate_each<T, Activation::kQuickGelu>(v);
+    default: break;
   }
 }
 

@@ -30,15 +30,6 @@ __device__ __forceinline__ void ldmatrix_x4_trans(uint32_t (&r)[4], uint32_t sme
                : "r"(smem)
                : "memory");
 }
-__device__ __forceinline__ void ldmatrix_x2(uint32_t (&r)[2], uint32_t smem) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%0, %1}, [%2];\n" : "=r"(r[0]), "=r"(r[1]) : "r"(smem) : "memory");
-}
-__device__ __forceinline__ void ldmatrix_x2_trans(uint32_t (&r)[2], uint32_t smem) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x2.trans.shared.b16 {%0, %1}, [%2];\n"
-               : "=r"(r[0]), "=r"(r[1])
-               : "r"(smem)
-               : "memory");
-}
 
 // The inverse of ldmatrix (sm_90).
 __device__ __forceinline__ void stmatrix_x4(uint32_t smem, const uint32_t (&r)[4]) {
@@ -83,16 +74,18 @@ __device__ __forceinline__ uint32_t to_tf32(float x) {
   return (bits + half_ulp) & kMask;
 }
 
-// x = hi + lo with hi and lo in tf32, up to 2^-23 |x|. An infinity has lo = 0: inf - inf would make it NaN.
+// The float x = hi + lo in tf32, up to 2^-23 |x|, for products hi lo + lo hi + hi hi. Where x is infinite or NaN it is lo, and
+// hi is 1 with its sign: so it enters one product with each element of the other side, and the finite number that the others
+// add changes nothing.
 struct SplitTf32 {
   uint32_t hi, lo;
 };
 __device__ __forceinline__ SplitTf32 split_tf32(float x) {
-  SplitTf32 s;
-  s.hi = to_tf32(x);
-  const float hi = __uint_as_float(s.hi);
-  s.lo = to_tf32(hi == x ? 0.0F : x - hi);
-  return s;
+  const uint32_t bits = __float_as_uint(x), magnitude = bits & 0x7fffffffU, hi = to_tf32(x);
+  const float lo = x - __uint_as_float(hi);
+  const bool finite = magnitude < 0x7f800000U;
+  const uint32_t rounded_lo = __float_as_uint(lo) + 0x1000U;  // the unit ignores the 13 lowest bits
+  return {finite ? hi : (bits & 0x80000000U) | 0x3f800000U, finite ? rounded_lo : bits};
 }
 
 }  // namespace ortplugins

@@ -6,8 +6,10 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "device/dependent_launch.h"
 #include "device/dispatch.h"
 #include "device/epilogue.h"
+#include "device/sm90.h"
 
 namespace ortplugins {
 
@@ -31,7 +33,41 @@ inline int choose_stages(int64_t blocks, int most_blocks, int sm_count, int stag
 // Asks for the line of p in L2, where a later load finds it.
 __device__ __forceinline__ void prefetch_l2(const void* p) { asm volatile("prefetch.global.L2 [%0];\n" ::"l"(p)); }
 
-// As PipelineState (device/sm90.h), for a number of stages known at run time.
+// Stages in shared memory, in number known at run time: the barriers of each, `full` ones first.
+struct Ring {
+  uint32_t barriers;
+  int stages;
+
+  __device__ __forceinline__ uint32_t full(int stage) const { return barriers + 8 * stage; }
+  __device__ __forceinline__ uint32_t empty(int stage) const { return barriers + 8 * (stages + stage); }
+
+  // How the kernel begins. `prepares` is true for one thread; a stage is empty once `readers` warps say so.
+  __device__ __forceinline__ void begin(bool prepares, int readers, const CUtensorMap& a, const CUtensorMap& b) const {
+    if (prepares) {
+      for (int stage = 0; stage < stages; ++stage) {
+        mbarrier_init(full(stage), 1);
+        mbarrier_init(empty(stage), readers);
+      }
+      fence_barrier_init();
+      tma_prefetch(&a);
+      tma_prefetch(&b);
+    }
+    __syncthreads();
+    wait_for_previous_kernel();
+    let_next_kernel_start();
+  }
+};
+
+// How the warps of the producer end: they meet the consumers of the cluster where those have put down their sums, and where
+// they have read those of the others.
+__device__ __forceinline__ void end_producer(int layers) {
+  __syncwarp();
+  if (layers == 1) return;
+  cluster_sync();
+  cluster_sync_relaxed();
+}
+
+// As PipelineState (device/sm90.h), for a Ring.
 struct RingState {
   int stage = 0;
   uint32_t parity = 0;

@@ -67,8 +67,8 @@ template <class T, MmaMath kMath, bool kTransA, bool kTransB>
 struct MmaGemm : MmaConfig {
   static constexpr int kBlockK = kBlockKBytes / static_cast<int>(sizeof(T));
   static constexpr int kSteps = 2;  // of 32 bytes: k16 or k8
-  // Tensor cores truncate when they add, so float32 sums leave them for registers after this much of k.
-  static constexpr int kPromoteTiles = 128 / kBlockK;
+  // Tensor cores truncate when they add, always towards zero, so float32 sums leave them for registers after each tile: an
+  // addition takes up to 2^-23 off the sum's magnitude.
   static constexpr bool kPromote = kMath == MmaMath::kTf32x3;
 
   using TileA = OperandTile<T, kBlockM, kBlockK, !kTransA>;
@@ -112,21 +112,20 @@ struct MmaGemm : MmaConfig {
     }
   }
 
-  // hi * hi + hi * lo + lo * hi; lo * lo is below float32's own rounding. An infinity enters hi * hi only: times the other
-  // operand's lo, which has any sign or is 0, it would make NaN of what is infinite.
+  // The small products first; lo * lo is below float32's own rounding.
   __device__ __forceinline__ static void multiply_split(Accumulators& acc, uint32_t tile_a, uint32_t (&b)[kFragmentsN / 2][4], int k_step,
                                                         int warp_m, int lane_idx) {
-    uint32_t b_lo[kFragmentsN / 2][4], b_finite[kFragmentsN / 2][4];
+    uint32_t b_lo[kFragmentsN / 2][4];
 #pragma unroll
-    for (int j = 0; j < kFragmentsN / 2; ++j) split_all(b[j], b_lo[j], b_finite[j]);
+    for (int j = 0; j < kFragmentsN / 2; ++j) split_all(b[j], b_lo[j]);
 #pragma unroll
     for (int i = 0; i < kFragmentsM; ++i) {
-      uint32_t a[4], a_lo[4], a_finite[4];
+      uint32_t a[4], a_lo[4];
       TileA::template load<false>(a, tile_a, warp_m + 16 * i, k_step, lane_idx);
-      split_all(a, a_lo, a_finite);
+      split_all(a, a_lo);
+      multiply_row(acc[i], a_lo, b);
+      multiply_row(acc[i], a, b_lo);
       multiply_row(acc[i], a, b);
-      multiply_row(acc[i], a_lo, b_finite);
-      multiply_row(acc[i], a_finite, b_lo);
     }
   }
 
@@ -134,14 +133,13 @@ struct MmaGemm : MmaConfig {
 #pragma unroll
     for (int e = 0; e < 4; ++e) r[e] = to_tf32(__uint_as_float(r[e]));
   }
-  // The float in r becomes hi and lo; `finite` is hi, or 0 where that is infinite or NaN.
-  __device__ __forceinline__ static void split_all(uint32_t (&r)[4], uint32_t (&lo)[4], uint32_t (&finite)[4]) {
+  // The floats in r become hi.
+  __device__ __forceinline__ static void split_all(uint32_t (&r)[4], uint32_t (&lo)[4]) {
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
       const SplitTf32 s = split_tf32(__uint_as_float(r[e]));
       r[e] = s.hi;
       lo[e] = s.lo;
-      finite[e] = (s.hi & 0x7f800000U) == 0x7f800000U ? 0U : s.hi;
     }
   }
   __device__ __forceinline__ static void multiply_row(float (&acc)[kFragmentsN][4], const uint32_t (&a)[4], const uint32_t (&b)[kFragmentsN / 2][4]) {
@@ -208,11 +206,10 @@ struct MmaGemm : MmaConfig {
       const uint32_t tile_a = smem + stage * kStageBytes, tile_b = tile_a + TileA::kBytes;
 #pragma unroll
       for (int k_step = 0; k_step < kSteps; ++k_step) multiply_step(acc, tile_a, tile_b, k_step, warp_m, warp_n, lane_idx);
-      if (kPromote && k_tile % kPromoteTiles == kPromoteTiles - 1) promote(sum, acc);
+      if (kPromote) promote(sum, acc);
       free_stage = stage;
       stage = stage + 1 == kStages ? 0 : stage + 1;
     }
-    if (kPromote) promote(sum, acc);
 
     // Epilogue: the stages become the tile of y.
     cp_async_wait<0>();

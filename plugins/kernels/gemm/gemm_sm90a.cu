@@ -16,7 +16,6 @@ namespace {
 
 constexpr int kConsumers = 2;
 constexpr int kThreads = 128 * (kConsumers + 1);
-constexpr int kConsumerThreads = 128 * kConsumers;
 constexpr int kBlockM = 64 * kConsumers;
 constexpr int kBlockK = 64;      // elements: 128 bytes
 constexpr int kRowBytes = 128;   // of a tile in shared memory
@@ -187,10 +186,11 @@ struct TmaEpilogue {
   __device__ __forceinline__ static uint32_t place(uint32_t buffer, int row, int chunk) { return buffer + row * kRowBytes + ((chunk ^ (row & 7)) << 4); }
 
   // The accumulators of kStepCols columns to their place in a buffer, which is `first_chunk` chunks into its rows; the
-  // residual that lies there is added.
+  // residual that lies there is added, and `activate` is applied.
   static constexpr int kSteps = 4, kStepCols = kCols / kSteps;
-  template <bool kActivated>
-  __device__ __forceinline__ void finish(float (&v)[kStepCols / 2], const GemmParams& p, uint32_t buffer, int first_chunk, int first_col, int thread_idx) const {
+  template <class Activate>
+  __device__ __forceinline__ void finish(float (&v)[kStepCols / 2], const GemmParams& p, uint32_t buffer, int first_chunk, int first_col, int thread_idx,
+                                         const Activate& activate) const {
     const int lane_idx = thread_idx % 32, warp_row = thread_idx / 32 * 16;
 #pragma unroll
     for (int j = 0; j < kStepCols / 8; ++j) {
@@ -214,7 +214,7 @@ struct TmaEpilogue {
           }
         }
       }
-      if (kActivated) activate_all<Rounded>(v, p.activation);
+      activate(v);
 #pragma unroll
       for (int j = 0; j < kStepCols / 8; j += 2) {
         uint32_t r[4];
@@ -234,7 +234,7 @@ struct TmaEpilogue {
           v[4 * j + 3] += lower.y;
         }
       }
-      if (kActivated) activate_all<Rounded>(v, p.activation);
+      activate(v);
 #pragma unroll
       for (int j = 0; j < kStepCols / 8; ++j) {
         store_shared2(place(buffer, row, 2 * j + chunk) + within, v[4 * j], v[4 * j + 1]);
@@ -244,40 +244,59 @@ struct TmaEpilogue {
   }
 
   // `row` is the first of the warpgroup's rows of y. Activations are long, so there is a loop around them, and registers
-  // have no run-time index: its piece is always the first, and the others move up.
+  // have no run-time index: its piece is always the first, and the others move up. GELU, the most frequent one, is short where
+  // it is approximate: all steps of a piece are one run of code, without a jump to the activation in each. H200, float16,
+  // 16384 x 3072 x 768, us: 187 with the jumps, 152 so; without activation 130.
   __device__ __forceinline__ void store(float (&acc)[kBlockN / 2], const GemmParams& p, int row, int first_col, int batch_idx,
                                         int thread_idx) {
-    float v[kStepCols / 2];
+    // Columns of step `step` of a piece, whose accumulators begin at `at`.
+    const auto finish_step = [&](int at, int piece, int step, uint32_t buffer, const auto& activate) {
+      float v[kStepCols / 2];
+#pragma unroll
+      for (int i = 0; i < kStepCols / 2; ++i) v[i] = acc[at + step * kStepCols / 2 + i];
+      finish(v, p, buffer, 2 * step, piece * kCols + step * kStepCols, thread_idx, activate);
+    };
+    const auto next_piece = [&] {
+#pragma unroll
+      for (int i = 0; i < (kBlockN - kCols) / 2; ++i) acc[i] = acc[i + kCols / 2];
+    };
     if (p.activation == Activation::kNone) {
 #pragma unroll
       for (int piece = 0; piece < kPieces; ++piece) {
         const uint32_t buffer = begin_piece(piece, thread_idx);
 #pragma unroll
-        for (int step = 0; step < kSteps; ++step) {
-#pragma unroll
-          for (int i = 0; i < kStepCols / 2; ++i) v[i] = acc[piece * kCols / 2 + step * kStepCols / 2 + i];
-          finish<false>(v, p, buffer, 2 * step, piece * kCols + step * kStepCols, thread_idx);
-        }
+        for (int step = 0; step < kSteps; ++step) finish_step(piece * kCols / 2, piece, step, buffer, [](auto&) {});
         end_piece(piece, buffer, row, first_col, batch_idx, thread_idx);
       }
-      return;
-    }
+    } else if (sizeof(T) == 2 && p.activation == Activation::kGelu) {
 #pragma unroll 1
-    for (int piece = 0; piece < kPieces; ++piece) {
-      const uint32_t buffer = begin_piece(piece, thread_idx);
-#pragma unroll 1
-      for (int step = 0; step < kSteps; ++step) {
+      for (int piece = 0; piece < kPieces; ++piece) {
+        const uint32_t buffer = begin_piece(piece, thread_idx);
 #pragma unroll
-        for (int constant = 0; constant < kSteps; ++constant) {
-          if (constant != step) continue;
-#pragma unroll
-          for (int i = 0; i < kStepCols / 2; ++i) v[i] = acc[constant * kStepCols / 2 + i];
+        for (int step = 0; step < kSteps; ++step) {
+          finish_step(0, piece, step, buffer, [](auto& v) { activate_each<Rounded, Activation::kGelu>(v); });
         }
-        finish<true>(v, p, buffer, 2 * step, piece * kCols + step * kStepCols, thread_idx);
+        end_piece(piece, buffer, row, first_col, batch_idx, thread_idx);
+        next_piece();
       }
-      end_piece(piece, buffer, row, first_col, batch_idx, thread_idx);
+    } else {
+#pragma unroll 1
+      for (int piece = 0; piece < kPieces; ++piece) {
+        const uint32_t buffer = begin_piece(piece, thread_idx);
+#pragma unroll 1
+        for (int step = 0; step < kSteps; ++step) {
+          float v[kStepCols / 2];
 #pragma unroll
-      for (int i = 0; i < (kBlockN - kCols) / 2; ++i) acc[i] = acc[i + kCols / 2];
+          for (int constant = 0; constant < kSteps; ++constant) {
+            if (constant != step) continue;
+#pragma unroll
+            for (int i = 0; i < kStepCols / 2; ++i) v[i] = acc[constant * kStepCols / 2 + i];
+          }
+          finish(v, p, buffer, 2 * step, piece * kCols + step * kStepCols, thread_idx, [&](auto& x) { activate_all<Rounded>(x, p.activation); });
+        }
+        end_piece(piece, buffer, row, first_col, batch_idx, thread_idx);
+        next_piece();
+      }
     }
   }
 

@@ -5,7 +5,6 @@
 // Operand tiles, 64 deep along k, pass through a ring of stages in shared memory in the 128-byte swizzle, laid out as they are
 // stored: wgmma takes 16-bit operands along k and across it. The blocks of a cluster split k (gemm_layers.h); each adds up and
 // finishes its part of the rows from the shared memory of all, in the order of k.
-#include "device/dependent_launch.h"
 #include "device/sm90.h"
 #include "device/tensor_map.h"
 #include "kernels/gemm/gemm_cuda.h"
@@ -55,25 +54,12 @@ struct SplitGemm {
   __device__ __forceinline__ static void run(const GemmParams& p, const SplitArgs& args, char* smem_generic) {
     const uint32_t smem = smem_address(smem_generic);
     const int stages = args.stages;
-    const uint32_t barriers = smem + stages * kStageBytes + kBiasBytes;
-    const auto full = [&](int stage) { return barriers + 8 * stage; };
-    const auto empty = [&](int stage) { return barriers + 8 * (stages + stage); };
+    const Ring ring{smem + stages * kStageBytes + kBiasBytes, stages};
     const int thread_idx = static_cast<int>(threadIdx.x), group_idx = thread_idx / 128, lane_idx = thread_idx % 32;
     const int layers = blocks_in_cluster();
     const LayerPlace place(rank_in_cluster(), layers, p.m, p.n, p.k, kBlockM, kBlockN, kBlockK);
     const int first_m = place.tile_m * kBlockM, first_n = place.tile_n * kBlockN, k_begin = place.k_begin, k_end = place.k_end;
-    if (thread_idx == kConsumerThreads) {
-      for (int stage = 0; stage < stages; ++stage) {
-        mbarrier_init(full(stage), 1);
-        mbarrier_init(empty(stage), 4 * kGroups);
-      }
-      fence_barrier_init();
-      tma_prefetch(&args.a);
-      tma_prefetch(&args.b);
-    }
-    __syncthreads();
-    wait_for_previous_kernel();
-    let_next_kernel_start();
+    ring.begin(thread_idx == kConsumerThreads, 4 * kGroups, args.a, args.b);
 
     RingState state;
     if (group_idx == kGroups) {
@@ -81,8 +67,8 @@ struct SplitGemm {
         const int matrix_a = args.a_batched ? place.batch_idx : 0, matrix_b = args.b_batched ? place.batch_idx : 0;
         for (int k_tile = k_begin; k_tile < k_end; ++k_tile) {
           const int k = k_tile * kBlockK;
-          mbarrier_wait(empty(state.stage), state.parity ^ 1);
-          const uint32_t barrier = full(state.stage), tile_a = smem + state.stage * kStageBytes;
+          mbarrier_wait(ring.empty(state.stage), state.parity ^ 1);
+          const uint32_t barrier = ring.full(state.stage), tile_a = smem + state.stage * kStageBytes;
           mbarrier_arrive_expect(barrier, kStageBytes);
 #pragma unroll
           for (int i = 0; i < kGroups; ++i) {
@@ -97,11 +83,7 @@ struct SplitGemm {
           state.advance(stages);
         }
       }
-      __syncwarp();
-      if (layers > 1) {
-        cluster_sync();
-        cluster_sync_relaxed();
-      }
+      end_producer(layers);
       return;
     }
 
@@ -125,13 +107,13 @@ struct SplitGemm {
     for (int i = 0; i < kBlockN / 2; ++i) acc[i] = 0.0F;
     int previous = 0;
     for (int k_tile = k_begin; k_tile < k_end; ++k_tile) {
-      mbarrier_wait(full(state.stage), state.parity);
+      mbarrier_wait(ring.full(state.stage), state.parity);
       const uint32_t tile_a = smem + state.stage * kStageBytes;
       wgmma_fence();
       multiply(acc, tile_a + group_idx * kBlockBytes, tile_a + kTileABytes, k_tile > k_begin);
       wgmma_commit();
       wgmma_wait<1>();
-      if (k_tile > k_begin && lane_idx == 0) mbarrier_arrive(empty(previous));
+      if (k_tile > k_begin && lane_idx == 0) mbarrier_arrive(ring.empty(previous));
       previous = state.stage;
       state.advance(stages);
     }
