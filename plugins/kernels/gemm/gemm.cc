@@ -146,10 +146,12 @@ bool supports_skinny(const GemmParams& p, const DeviceInfo& device) {
 }
 
 // Sums stay in registers for all of k; tiles of 64 x 64 are counted in 32 bits.
-bool supports_small(const GemmParams& p, const DeviceInfo& device) {
+bool fits_small(const GemmParams& p, const DeviceInfo& device) {
   constexpr int64_t kMost = int64_t{1} << 31;
-  return supports_sm90_float(p, device) && !p.trans_a && p.k <= 128 && p.m < kMost && p.n < kMost && p.batch < kMost && tiles(p, 64, 64) < kMost;
+  return device.sm == 90 && !p.trans_a && p.k <= 128 && p.m < kMost && p.n < kMost && p.batch < kMost && tiles(p, 64, 64) < kMost;
 }
+bool supports_small(const GemmParams& p, const DeviceInfo& device) { return fits_small(p, device) && p.dtype == DType::kFloat32; }
+bool supports_small_half(const GemmParams& p, const DeviceInfo& device) { return fits_small(p, device) && p.dtype != DType::kFloat32; }
 bool supports_small_tf32(const GemmParams& p, const DeviceInfo& device) { return supports_small(p, device) && p.precision == Precision::kTf32; }
 bool supports_small_tf32x3(const GemmParams& p, const DeviceInfo& device) { return supports_small(p, device) && p.precision == Precision::kTf32x3; }
 // Products of few tiles. H200, us, this, the best of the other rows and cuBLAS:
@@ -160,8 +162,12 @@ bool supports_small_tf32x3(const GemmParams& p, const DeviceInfo& device) { retu
 //   512 x 128 x 128 x 64   41  50  43    40  41  42    25  29  24
 //    96 x 512 x 64 x 64    17  20  20    16  28  20    12  22  11
 //    66 x  64 x 64 x 64     7   7   6     7   7   6     5   7   5
-bool suits_small_tf32(const GemmParams& p, const DeviceInfo&) { return tiles(p, 64, 64) <= (p.k <= 64 ? 8 : 1) * p.batch; }
-bool suits_small(const GemmParams& p, const DeviceInfo& device) { return suits_small_tf32(p, device) && tiles(p, 64, 64) >= 2 * device.sm_count; }
+bool suits_small_mma(const GemmParams& p, const DeviceInfo&) { return tiles(p, 64, 64) <= (p.k <= 64 ? 8 : 1) * p.batch; }
+// 16-bit elements, us, this and wgmma: 528 x 64 x 64 x 64 8.2 and 7.6, 4096 x 64 x 64 x 64 32 and 40, 512 x 128 x 128 x 64 19 and 23.
+bool suits_small_half(const GemmParams& p, const DeviceInfo& device) {
+  return suits_small_mma(p, device) && (tiles(p, 64, 64) >= 8 * device.sm_count || !supports_wgmma(p, device));
+}
+bool suits_small(const GemmParams& p, const DeviceInfo& device) { return suits_small_mma(p, device) && tiles(p, 64, 64) >= 2 * device.sm_count; }
 
 // Cycles of a wide tile: a step of k takes 4 for each column, 3 % more where the tile is narrower and reads L2 more often;
 // the epilogue about 12 for each column. Pairs of multiprocessors work on pairs of tiles, round by round.
@@ -208,12 +214,13 @@ bool suits_tf32_pair(const GemmParams& p, const DeviceInfo& device) {
 constexpr Variant<GemmParams> kGemmVariants[] = {
 #if ORTPLUGINS_WITH_SM90A
     {112, "sm90a_stream_16x64x64_s2", DeviceKind::kCuda, supports_skinny, launch_gemm_sm90a_skinny},
+    {134, "sm90a_small_mma_64x64x64_s2", DeviceKind::kCuda, supports_small_half, launch_gemm_sm90a_small_half, nullptr, suits_small_half},
     {109, "sm90a_wgmma_128x256x64_s4", DeviceKind::kCuda, supports_wgmma, launch_gemm_sm90a_128x256, nullptr, suits_256},
     {111, "sm90a_wgmma_128x192x64_s4", DeviceKind::kCuda, supports_wgmma, launch_gemm_sm90a_128x192, nullptr, suits_192},
     {117, "sm90a_wgmma_64x64x64", DeviceKind::kCuda, supports_wgmma, launch_gemm_sm90a_split_64x64, nullptr, suits_64},
     {116, "sm90a_wgmma_128x128x64", DeviceKind::kCuda, supports_wgmma, launch_gemm_sm90a_split_128x128},
-    {131, "sm90a_small_tf32x3_64x64x32_s2", DeviceKind::kCuda, supports_small_tf32x3, launch_gemm_sm90a_small_tf32x3, nullptr, suits_small_tf32},
-    {132, "sm90a_small_tf32_64x64x32_s2", DeviceKind::kCuda, supports_small_tf32, launch_gemm_sm90a_small_tf32, nullptr, suits_small_tf32},
+    {131, "sm90a_small_tf32x3_64x64x32_s2", DeviceKind::kCuda, supports_small_tf32x3, launch_gemm_sm90a_small_tf32x3, nullptr, suits_small_mma},
+    {132, "sm90a_small_tf32_64x64x32_s2", DeviceKind::kCuda, supports_small_tf32, launch_gemm_sm90a_small_tf32, nullptr, suits_small_mma},
     {107, "sm90a_fp16x3_128x128x64_s3", DeviceKind::kCuda, supports_scaled_tf32x3, launch_gemm_sm90a_fp16x3, gemm_sm90a_fp16x3_workspace_bytes, suits_scaled_tf32x3},
     {106, "sm90a_fp16_128x256x64_s4", DeviceKind::kCuda, supports_scaled_tf32, launch_gemm_sm90a_fp16, gemm_sm90a_fp16_workspace_bytes, suits_scaled_tf32},
     {115, "sm90a_tf32x3_64x128x32", DeviceKind::kCuda, supports_wgmma_tf32x3, launch_gemm_sm90a_tf32x3},

@@ -1,11 +1,12 @@
-// Gemm of float32 for batches of small products: a tile or few, and few steps of k each.
+// Gemm for batches of small products: a tile or few, and few steps of k each.
 //
-// As many blocks as fit walk over the tiles of 64 x 64 of all products. Operands come by cp.async, 32 of k at a time, through
-// the stages of a ring that runs on across the ends of products: while one is multiplied and finished, the next is on its way.
-// When the sums of a tile are complete, the stage that was multiplied last becomes the tile of y.
+// A block of two warps computes tiles of 64 x 64, of all products in turn, each warp 64 x 32; six blocks share a multiprocessor.
+// Operands come by cp.async, 128 bytes deep along k, through a ring of stages that runs on across the ends of products: while
+// one is multiplied and finished, the next is on its way. When the sums of a tile are complete, the stage that was multiplied
+// last becomes the tile of y.
 //
-// Warps stand kWarpsM x 2. The arithmetic is FFMA (a thread has rows 8 apart and two quads of columns), or mma.sync in tf32,
-// one product or three (tf32x3). Sums stay where they are for all of k: the table takes up to 128 of it.
+// The arithmetic is FFMA (a thread has rows 8 apart and two quads of columns), or mma.sync for 16-bit elements and in tf32, one
+// product or three (tf32x3). Sums stay where they are for all of k: the table takes up to 128 of it.
 #include "device/cp_async.h"
 #include "device/dependent_launch.h"
 #include "device/layout.h"
@@ -16,16 +17,18 @@
 namespace ortplugins {
 namespace {
 
-enum class SmallMath { kIeee, kTf32, kTf32x3 };
+enum class SmallMath { kIeee, kTf32, kTf32x3, kHalf };
 
-// kBlocks: on a multiprocessor.
-template <int kWarpsMValue, int kBlockKValue, int kStagesValue, int kBlocksValue>
+template <class T>
 struct SmallConfig {
-  static constexpr int kBlock = 64, kBlockK = kBlockKValue;  // of m and n; of k
-  static constexpr int kStages = kStagesValue, kBlocks = kBlocksValue;
-  static constexpr int kWarpsM = kWarpsMValue, kWarpsN = 2, kThreads = 32 * kWarpsM * kWarpsN;
-  static constexpr int kWarpM = kBlock / kWarpsM, kWarpN = kBlock / kWarpsN;
-  static constexpr int kTileBytes = kBlock * kBlockK * 4, kStageBytes = 2 * kTileBytes;
+  using Element = T;
+  // 16-bit products begin with all copies of a tile, and leave out what is smaller than a tile does not have: 16384 products
+  // 32 x 32 x 32 in 68 us on an H200, 104 with wgmma. In float32 it costs about 5 % of 64 x 64 x 64.
+  static constexpr bool kLean = sizeof(T) == 2;
+  static constexpr int kBlock = 64, kBlockK = 128 / static_cast<int>(sizeof(T)), kStepK = 16;  // of m and n; of k, at most and at once
+  static constexpr int kStages = 2, kBlocks = 6;                                               // blocks on a multiprocessor
+  static constexpr int kWarpsN = 2, kThreads = 32 * kWarpsN, kWarpN = kBlock / kWarpsN;
+  static constexpr int kTileBytes = kBlock * 128, kStageBytes = 2 * kTileBytes;
   using TileC = EpilogueTile<kBlock, kBlock, kThreads>;
   static constexpr int kSmemBytes = kStages * kStageBytes;
   static_assert(TileC::kBytes <= kStageBytes, "a stage becomes the tile of y");
@@ -38,30 +41,37 @@ __device__ __forceinline__ int thread_index() {
   return index;
 }
 
-// 64 of m or n by 32 of k in shared memory, as they are stored: rows along k, or along m or n. Eight neighbouring rows along k,
-// and eight chunks of four neighbouring rows across it, lie in different banks.
+// 64 of m or n by 128 bytes of k in shared memory, as they are stored: rows along k, or along n. The same chunk of eight
+// neighbouring rows lies in different banks; where ldmatrix cannot transpose, two chunks of four.
 template <class C, bool kAlongK>
 struct SmallTile {
+  using T = typename C::Element;
   static constexpr int kRows = kAlongK ? C::kBlock : C::kBlockK, kCols = kAlongK ? C::kBlockK : C::kBlock;
-  static constexpr int kRowBytes = 4 * kCols;
-  using Layout = std::conditional_t<kAlongK, LdmatrixLayout<kRowBytes>, PairLayout<kRowBytes>>;
+  static constexpr int kRowBytes = kCols * static_cast<int>(sizeof(T));
+  using Layout = std::conditional_t<kAlongK || sizeof(T) == 2, LdmatrixLayout<kRowBytes>, PairLayout<kRowBytes>>;
 
-  // `source` is the first element, of which `rows` x `cols` exist (0 or more); the rest becomes zeros.
-  __device__ __forceinline__ static void copy(uint32_t smem, const float* source, int64_t ld, int rows, int cols, int alignment) {
-    constexpr int kRowChunks = kCols / 4, kRowStep = C::kThreads / kRowChunks, kPasses = kRows / kRowStep;
-    static_assert(kRowStep % (kAlongK ? 8 : 4) == 0, "a thread's rows share one swizzle");
+  // Begins to copy the tile at `source`, of which `major` of m or n and `k_left` of k exist. Behind them come zeros; a lean copy
+  // ends with the multiple of kStepK of k and with `major`: what lies behind ends in elements of y that nobody stores.
+  __device__ __forceinline__ static void copy(uint32_t smem, const T* source, int64_t ld, int major, int k_left) {
+    constexpr int kRowChunks = kCols / kPackSize<T>, kRowStep = C::kThreads / kRowChunks, kPasses = kRows / kRowStep;
+    static_assert(kRowStep % (std::is_same_v<Layout, PairLayout<kRowBytes>> ? 4 : 8) == 0, "a thread's rows share one swizzle");
+    const int alignment = row_alignment(source, ld);
     const int thread_idx = thread_index(), row = thread_idx / kRowChunks, chunk = thread_idx % kRowChunks;
-    source += row * ld + 4 * chunk;
+    source += row * ld + kPackSize<T> * chunk;
     smem += Layout::offset(row, chunk);
-    const int left = 4 * (cols - 4 * chunk), bytes = left < 0 ? 0 : left < 16 ? left : 16;
     const int64_t step = kRowStep * ld;
-    if (rows >= kRows && cols >= kCols && alignment == 16) {
+    if (major >= C::kBlock && k_left >= C::kBlockK && alignment == 16) {
 #pragma unroll
       for (int i = 0; i < kPasses; ++i, source += step) cp_async_16_if(true, smem + i * kRowStep * kRowBytes, source);
-    } else {
-#pragma unroll 1
-      for (int i = 0; i < kPasses; ++i, source += step) copy_chunk(smem + i * kRowStep * kRowBytes, source, row + i * kRowStep < rows ? bytes : 0, alignment);
+      return;
     }
+    const int major_end = C::kLean ? major : C::kBlock, k_end = C::kLean ? (k_left + C::kStepK - 1) / C::kStepK * C::kStepK : C::kBlockK;
+    const int rows = kAlongK ? major : k_left, row_end = kAlongK ? major_end : k_end;
+    const int cols = kAlongK ? k_left : major, col_end = kAlongK ? k_end : major_end;
+    if (kPackSize<T> * chunk >= col_end) return;
+    const int left = (cols - kPackSize<T> * chunk) * static_cast<int>(sizeof(T)), bytes = left < 0 ? 0 : left < 16 ? left : 16;
+#pragma unroll 1
+    for (int r = row; r < row_end; r += kRowStep, source += step, smem += kRowStep * kRowBytes) copy_chunk(smem, source, r < rows ? bytes : 0, alignment);
   }
 };
 
@@ -76,7 +86,7 @@ __device__ __forceinline__ void load_quad(float (&v)[4], const char* at) {
 // A thread's products in FFMA: rows row + 8 i, columns col + 16 q to col + 16 q + 3.
 template <class C, bool kTransB>
 struct SmallSimt {
-  static constexpr int kThreadM = C::kWarpM / 8, kThreadN = 8;
+  static constexpr int kThreadM = C::kBlock / 8, kThreadN = 8;
   int row, col, of_eight, of_four;
   float acc[kThreadM][kThreadN];  // the sums of column j are in acc[.][j ^ 1]
 
@@ -84,8 +94,8 @@ struct SmallSimt {
     const int lane_idx = static_cast<int>(threadIdx.x) % 32, warp_idx = static_cast<int>(threadIdx.x) / 32;
     // Interleaved over m and n, so that eight lanes read few different words.
     of_eight = lane_idx >> 1 & 7, of_four = (lane_idx & 1) | (lane_idx >> 3 & 2);
-    row = warp_idx / C::kWarpsN * C::kWarpM + of_eight;
-    col = warp_idx % C::kWarpsN * C::kWarpN + 4 * of_four;
+    row = of_eight;
+    col = warp_idx * C::kWarpN + 4 * of_four;
   }
   __device__ __forceinline__ void clear() {
 #pragma unroll
@@ -94,46 +104,61 @@ struct SmallSimt {
       for (int j = 0; j < kThreadN; ++j) acc[i][j] = 0.0F;
     }
   }
-  __device__ __forceinline__ void multiply(const char* stage) {
-    const char* const tile_a = stage + row * 4 * C::kBlockK;
+  // The first k_left of k. Lean: warps and lower halves that have no element of y have nothing to do.
+  __device__ __forceinline__ void multiply(const char* stage, int m_left, int n_left, int k_left) {
+    if (!C::kLean) return multiply_rows<kThreadM>(stage, C::kBlockK);
+    if (static_cast<int>(threadIdx.x) / 32 * C::kWarpN >= n_left) return;
+    if (m_left <= 32) {
+      multiply_rows<kThreadM / 2>(stage, k_left);
+    } else {
+      multiply_rows<kThreadM>(stage, k_left);
+    }
+  }
+  template <int kCount>
+  __device__ __forceinline__ void multiply_rows(const char* stage, int k_left) {
+    const char* const tile_a = stage + row * 128;
     const char* const tile_b = stage + C::kTileBytes;
+#pragma unroll 1
+    for (int first_k = 0; first_k < k_left; first_k += C::kStepK) {
 #pragma unroll kTransB ? 1 : 4
-    for (int chunk = 0; chunk < C::kBlockK / 4; ++chunk) {
-      float a[kThreadM][4];
+      for (int quad = 0; quad < C::kStepK / 4; ++quad) {
+        const int chunk = first_k / 4 + quad;
+        float a[kCount][4];
 #pragma unroll
-      for (int i = 0; i < kThreadM; ++i) load_quad(a[i], tile_a + i * 32 * C::kBlockK + ((chunk ^ of_eight) << 4));
-      if constexpr (kTransB) {
+        for (int i = 0; i < kCount; ++i) load_quad(a[i], tile_a + i * 1024 + ((chunk ^ of_eight) << 4));
+        if constexpr (kTransB) {
 #pragma unroll
-        for (int q = 0; q < 2; ++q) {
-          float b[4][4];
+          for (int q = 0; q < 2; ++q) {
+            float b[4][4];
 #pragma unroll
-          for (int j = 0; j < 4; ++j) load_quad(b[j], tile_b + (col + 16 * q + j) * 4 * C::kBlockK + ((chunk ^ ((4 * of_four + j) & 7)) << 4));
+            for (int j = 0; j < 4; ++j) load_quad(b[j], tile_b + (col + 16 * q + j) * 128 + ((chunk ^ ((4 * of_four + j) & 7)) << 4));
 #pragma unroll
-          for (int k = 0; k < 4; ++k) {
+            for (int k = 0; k < 4; ++k) {
 #pragma unroll
-            for (int i = 0; i < kThreadM; ++i) {
+              for (int i = 0; i < kCount; ++i) {
 #pragma unroll
-              for (int step = 0; step < 4; ++step) {
-                const int j = i % 2 == 0 ? step : 3 - step;
-                float& sum = acc[i][4 * q + (j ^ 1)];
-                sum = fmaf(a[i][k], b[j][k], sum);
+                for (int step = 0; step < 4; ++step) {
+                  const int j = i % 2 == 0 ? step : 3 - step;
+                  float& sum = acc[i][4 * q + (j ^ 1)];
+                  sum = fmaf(a[i][k], b[j][k], sum);
+                }
               }
             }
           }
-        }
-      } else {
+        } else {
 #pragma unroll
-        for (int k = 0; k < 4; ++k) {
-          float b[kThreadN];
+          for (int k = 0; k < 4; ++k) {
+            float b[kThreadN];
 #pragma unroll
-          for (int q = 0; q < 2; ++q) load_quad(reinterpret_cast<float(&)[4]>(b[4 * q]), tile_b + (4 * chunk + k) * 256 + (((col / 4 + 4 * q) ^ (k << 1)) << 4));
-          // To and fro over the columns, and sums in the other bank of registers than b: as in gemm_simt.h.
+            for (int q = 0; q < 2; ++q) load_quad(reinterpret_cast<float(&)[4]>(b[4 * q]), tile_b + (4 * chunk + k) * 256 + (((col / 4 + 4 * q) ^ (k << 1)) << 4));
+            // To and fro over the columns, and sums in the other bank of registers than b: as in gemm_simt.h.
 #pragma unroll
-          for (int i = 0; i < kThreadM; ++i) {
+            for (int i = 0; i < kCount; ++i) {
 #pragma unroll
-            for (int step = 0; step < kThreadN; ++step) {
-              const int j = i % 2 == 0 ? step : kThreadN - 1 - step;
-              acc[i][j ^ 1] = fmaf(a[i][k], b[j], acc[i][j ^ 1]);
+              for (int step = 0; step < kThreadN; ++step) {
+                const int j = i % 2 == 0 ? step : kThreadN - 1 - step;
+                acc[i][j ^ 1] = fmaf(a[i][k], b[j], acc[i][j ^ 1]);
+              }
             }
           }
         }
@@ -154,10 +179,15 @@ struct SmallSimt {
 };
 
 // A warp's products by mma.sync.
-template <class C, bool kTransB, bool kSplit>
+template <class C, bool kTransB, SmallMath kMath>
 struct SmallMma {
-  static constexpr int kFragmentsM = C::kWarpM / 16, kFragmentsN = C::kWarpN / 8;
-  int lane_idx, g, t, warp_m, warp_n;
+  using T = typename C::Element;
+  using TileA = SmallTile<C, true>;
+  using TileB = SmallTile<C, kTransB>;
+  static constexpr bool kSplit = kMath == SmallMath::kTf32x3;
+  static constexpr int kFragmentsM = C::kBlock / 16, kFragmentsN = C::kWarpN / 8;
+  static constexpr int kMmaK = 32 / static_cast<int>(sizeof(T));
+  int lane_idx, g, t, warp_n;
   float acc[kFragmentsM][kFragmentsN][4];
 
   __device__ __forceinline__ SmallMma() {
@@ -165,8 +195,7 @@ struct SmallMma {
     lane_idx = static_cast<int>(threadIdx.x) % 32;
     g = lane_idx / 4;
     t = lane_idx % 4;
-    warp_m = warp_idx / C::kWarpsN * C::kWarpM;
-    warp_n = warp_idx % C::kWarpsN * C::kWarpN;
+    warp_n = warp_idx * C::kWarpN;
   }
   __device__ __forceinline__ void clear() {
 #pragma unroll
@@ -184,6 +213,14 @@ struct SmallMma {
     constexpr uint32_t kOverflows = 0x7f7ff000U;
     return fabsf(__uint_as_float(bits)) < __uint_as_float(kOverflows) ? bits + 0x1000U : bits;
   }
+  __device__ __forceinline__ static uint32_t operand(uint32_t bits) { return kMath == SmallMath::kHalf ? bits : rounded(bits); }
+  __device__ __forceinline__ static void multiply_add(float (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
+    if constexpr (kMath == SmallMath::kHalf) {
+      mma_m16n8k16<T>(c, a, b[0], b[1]);
+    } else {
+      mma_m16n8k8_tf32(c, a, b[0], b[1]);
+    }
+  }
   // hi is x rounded to tf32, lo the rest. What is not finite enters hi hi only: times lo, which has any sign or is 0, an infinity
   // would make NaN of what is infinite.
   struct Parts {
@@ -196,69 +233,90 @@ struct SmallMma {
     return {hi, finite ? hi : 0U, finite ? __float_as_uint(lo) + 0x1000U : 0U};
   }
 
-  __device__ __forceinline__ void multiply(const char* stage) {
+  // The first k_left of k. Lean: warps and lower halves that have no element of y have nothing to do.
+  __device__ __forceinline__ void multiply(const char* stage, int m_left, int n_left, int k_left) {
+    if (!C::kLean) return multiply_rows<kFragmentsM>(stage, C::kBlockK);
+    if (warp_n >= n_left) return;
+    if (m_left <= 32) {
+      multiply_rows<kFragmentsM / 2>(stage, k_left);
+    } else {
+      multiply_rows<kFragmentsM>(stage, k_left);
+    }
+  }
+  template <int kCount>
+  __device__ __forceinline__ void multiply_rows(const char* stage, int k_left) {
+#pragma unroll 1
+    for (int first_k = 0; first_k < k_left; first_k += C::kStepK) {
+#pragma unroll(kSplit ? 1 : 2)  // two steps of tf32x3 need more registers than there are
+      for (int k_step = 0; k_step < C::kStepK / kMmaK; ++k_step) multiply_step<kCount>(stage, first_k / kMmaK + k_step);
+    }
+  }
+  template <int kCount>
+  __device__ __forceinline__ void multiply_step(const char* stage, int k_step) {
     const uint32_t tile_a = smem_address(stage), tile_b = tile_a + C::kTileBytes;
-#pragma unroll 2
-    for (int k_step = 0; k_step < C::kBlockK / 8; ++k_step) {
-      uint32_t b[kFragmentsN][2];
-      if constexpr (kTransB) {
+    uint32_t b[kFragmentsN][2];
+    if constexpr (kTransB || kMath == SmallMath::kHalf) {
 #pragma unroll
-        for (int j = 0; j < kFragmentsN; j += 2) {
-          uint32_t r[4];
-          ldmatrix_x4(r, tile_b + SmallTile<C, true>::Layout::offset(warp_n + 8 * j + (lane_idx >> 4) * 8 + (lane_idx & 7), 2 * k_step + (lane_idx >> 3 & 1)));
-          b[j][0] = r[0];
-          b[j][1] = r[1];
-          b[j + 1][0] = r[2];
-          b[j + 1][1] = r[3];
+      for (int j = 0; j < kFragmentsN; j += 2) {
+        const int block = j + (lane_idx >> 4), half = lane_idx >> 3 & 1;
+        uint32_t r[4];
+        if constexpr (kTransB) {
+          ldmatrix_x4(r, tile_b + TileB::Layout::offset(warp_n + 8 * block + (lane_idx & 7), 2 * k_step + half));
+        } else {
+          ldmatrix_x4_trans(r, tile_b + TileB::Layout::offset(16 * k_step + 8 * half + (lane_idx & 7), warp_n / 8 + block));
         }
-      } else {
-#pragma unroll
-        for (int j = 0; j < kFragmentsN; ++j) {
-#pragma unroll
-          for (int half = 0; half < 2; ++half) {
-            b[j][half] = *reinterpret_cast<const uint32_t*>(stage + C::kTileBytes + SmallTile<C, false>::Layout::offset(8 * k_step + 4 * half + t, warp_n / 4 + 2 * j + g / 4) + g % 4 * 4);
-          }
-        }
+        b[j][0] = r[0];
+        b[j][1] = r[1];
+        b[j + 1][0] = r[2];
+        b[j + 1][1] = r[3];
       }
-      uint32_t b_finite[kFragmentsN][2], b_lo[kFragmentsN][2];
+    } else {
 #pragma unroll
       for (int j = 0; j < kFragmentsN; ++j) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-          if constexpr (kSplit) {
-            const Parts parts = split(b[j][half]);
-            b[j][half] = parts.hi;
-            b_finite[j][half] = parts.finite;
-            b_lo[j][half] = parts.lo;
-          } else {
-            b[j][half] = rounded(b[j][half]);
-          }
+          b[j][half] = *reinterpret_cast<const uint32_t*>(stage + C::kTileBytes + TileB::Layout::offset(8 * k_step + 4 * half + t, warp_n / 4 + 2 * j + g / 4) + g % 4 * 4);
         }
       }
+    }
+    uint32_t b_finite[kFragmentsN][2], b_lo[kFragmentsN][2];
 #pragma unroll
-      for (int i = 0; i < kFragmentsM; ++i) {
-        uint32_t a[4], a_finite[4], a_lo[4];
-        ldmatrix_x4(a, tile_a + SmallTile<C, true>::Layout::offset(warp_m + 16 * i + (lane_idx & 15), 2 * k_step + (lane_idx >> 4)));
+    for (int j = 0; j < kFragmentsN; ++j) {
 #pragma unroll
-        for (int e = 0; e < 4; ++e) {
-          if constexpr (kSplit) {
-            const Parts parts = split(a[e]);
-            a[e] = parts.hi;
-            a_finite[e] = parts.finite;
-            a_lo[e] = parts.lo;
-          } else {
-            a[e] = rounded(a[e]);
-          }
+      for (int half = 0; half < 2; ++half) {
+        if constexpr (kSplit) {
+          const Parts parts = split(b[j][half]);
+          b[j][half] = parts.hi;
+          b_finite[j][half] = parts.finite;
+          b_lo[j][half] = parts.lo;
+        } else {
+          b[j][half] = operand(b[j][half]);
         }
-        if constexpr (kSplit) {  // small products first
-#pragma unroll
-          for (int j = 0; j < kFragmentsN; ++j) mma_m16n8k8_tf32(acc[i][j], a_lo, b_finite[j][0], b_finite[j][1]);
-#pragma unroll
-          for (int j = 0; j < kFragmentsN; ++j) mma_m16n8k8_tf32(acc[i][j], a_finite, b_lo[j][0], b_lo[j][1]);
-        }
-#pragma unroll
-        for (int j = 0; j < kFragmentsN; ++j) mma_m16n8k8_tf32(acc[i][j], a, b[j][0], b[j][1]);
       }
+    }
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      uint32_t a[4], a_finite[4], a_lo[4];
+      ldmatrix_x4(a, tile_a + TileA::Layout::offset(16 * i + (lane_idx & 15), 2 * k_step + (lane_idx >> 4)));
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        if constexpr (kSplit) {
+          const Parts parts = split(a[e]);
+          a[e] = parts.hi;
+          a_finite[e] = parts.finite;
+          a_lo[e] = parts.lo;
+        } else {
+          a[e] = operand(a[e]);
+        }
+      }
+      if constexpr (kSplit) {  // small products first
+#pragma unroll
+        for (int j = 0; j < kFragmentsN; ++j) multiply_add(acc[i][j], a_lo, b_finite[j]);
+#pragma unroll
+        for (int j = 0; j < kFragmentsN; ++j) multiply_add(acc[i][j], a_finite, b_lo[j]);
+      }
+#pragma unroll
+      for (int j = 0; j < kFragmentsN; ++j) multiply_add(acc[i][j], a, b[j]);
     }
   }
   __device__ __forceinline__ void put(char* tile_c) const {
@@ -266,7 +324,7 @@ struct SmallMma {
     for (int i = 0; i < kFragmentsM; ++i) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const int row = warp_m + 16 * i + 8 * half + g;
+        const int row = 16 * i + 8 * half + g;
 #pragma unroll
         for (int j = 0; j < kFragmentsN; ++j) C::TileC::put(tile_c, row, warp_n + 8 * j + 2 * t, acc[i][j][2 * half], acc[i][j][2 * half + 1]);
       }
@@ -275,16 +333,17 @@ struct SmallMma {
   __device__ __forceinline__ static float4 read(const char* tile_c, int row, int col) { return C::TileC::get(tile_c, row, col); }
 };
 
-template <class C, SmallMath kMath, bool kTransB>
-using SmallProducts = std::conditional_t<kMath == SmallMath::kIeee, SmallSimt<C, kTransB>, SmallMma<C, kTransB, kMath == SmallMath::kTf32x3>>;
+template <SmallMath kMath, class C, bool kTransB>
+using SmallProducts = std::conditional_t<kMath == SmallMath::kIeee, SmallSimt<C, kTransB>, SmallMma<C, kTransB, kMath>>;
 
 // Where a tile of y lies in the batch.
 struct SmallPlace {
   int64_t batch_idx, first_m, first_n;
 };
 
-template <class C, SmallMath kMath, bool kTransB>
+template <SmallMath kMath, class C, bool kTransB>
 __global__ void __launch_bounds__(C::kThreads, C::kBlocks) gemm_small_kernel(const __grid_constant__ GemmParams p) {
+  using T = typename C::Element;
   extern __shared__ __align__(128) char smem_generic[];
   const uint32_t smem = smem_address(smem_generic);
   const auto ceil_blocks = [](int64_t size) { return static_cast<uint32_t>((size + C::kBlock - 1) / C::kBlock); };
@@ -305,13 +364,12 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocks) gemm_small_kernel(con
       const SmallPlace place = place_of(next);
       int64_t a_offset, b_offset;
       p.batch_offsets(place.batch_idx, &a_offset, &b_offset);
-      const float* const a = static_cast<const float*>(p.a) + a_offset + place.first_m * p.lda + next_k;
-      const float* const b = static_cast<const float*>(p.b) + b_offset + (kTransB ? place.first_n * p.ldb + next_k : next_k * p.ldb + place.first_n);
+      const T* const a = static_cast<const T*>(p.a) + a_offset + place.first_m * p.lda + next_k;
+      const T* const b = static_cast<const T*>(p.b) + b_offset + (kTransB ? place.first_n * p.ldb + next_k : next_k * p.ldb + place.first_n);
       const int k_left = at_most(p.k - next_k, C::kBlockK);
-      const int m_left = at_most(p.m - place.first_m, C::kBlock), n_left = at_most(p.n - place.first_n, C::kBlock);
       const uint32_t target = smem + stage * C::kStageBytes;
-      SmallTile<C, true>::copy(target, a, p.lda, m_left, k_left, row_alignment(a, p.lda));
-      SmallTile<C, kTransB>::copy(target + C::kTileBytes, b, p.ldb, kTransB ? n_left : k_left, kTransB ? k_left : n_left, row_alignment(b, p.ldb));
+      SmallTile<C, true>::copy(target, a, p.lda, at_most(p.m - place.first_m, C::kBlock), k_left);
+      SmallTile<C, kTransB>::copy(target + C::kTileBytes, b, p.ldb, at_most(p.n - place.first_n, C::kBlock), k_left);
       next_k += C::kBlockK;
       if (next_k >= k_tiles * C::kBlockK) {
         next_k = 0;
@@ -323,39 +381,45 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocks) gemm_small_kernel(con
 
   wait_for_previous_kernel();
   let_next_kernel_start();
-  for (int stage = 0; stage < C::kStages - 1; ++stage) copy_next(stage);
-  SmallProducts<C, kMath, kTransB> products;
-  int stage = 0, free_stage = C::kStages - 1;
+  for (int stage = 0; stage < C::kStages - (C::kLean ? 0 : 1); ++stage) copy_next(stage);
+  SmallProducts<kMath, C, kTransB> products;
+  int stage = 0, free_stage = C::kLean ? -1 : C::kStages - 1;  // -1: none yet
 #pragma unroll 1
   for (uint32_t index = blockIdx.x; index < all_tiles; index += gridDim.x) {
+    const SmallPlace place = place_of(index);
+    const int m_left = at_most(p.m - place.first_m, C::kBlock), n_left = at_most(p.n - place.first_n, C::kBlock);
     products.clear();
     char* this_stage = nullptr;
 #pragma unroll 1
     for (int k_tile = 0; k_tile < k_tiles; ++k_tile) {
-      cp_async_wait<C::kStages - 2>();
-      __syncthreads();  // for all threads, and all are done with the stage before it
-      copy_next(free_stage);
+      if (C::kLean && free_stage < 0) {
+        cp_async_wait<C::kStages - 1>();
+        __syncthreads();
+      } else {
+        cp_async_wait<C::kStages - 2>();
+        __syncthreads();  // for all threads, and all are done with the stage before it
+        copy_next(free_stage);
+      }
       this_stage = smem_generic + stage * C::kStageBytes;
-      products.multiply(this_stage);
+      products.multiply(this_stage, m_left, n_left, at_most(p.k - k_tile * C::kBlockK, C::kBlockK));
       free_stage = stage;
       stage = stage + 1 == C::kStages ? 0 : stage + 1;
     }
     __syncthreads();
     products.put(this_stage);
     __syncthreads();
-    const SmallPlace place = place_of(index);
-    const GemmOperands<float> operands(p, place.batch_idx);
+    const GemmOperands<T> operands(p, place.batch_idx);
     const auto read = [&](int row, int col) { return products.read(this_stage, row, col); };
     C::TileC::store_rows(this_stage, read, operands.epilogue, place.first_m, place.first_n, 0, C::kBlock, thread_index());
   }
 }
 
-template <class C, SmallMath kMath>
+template <SmallMath kMath, class C>
 Status launch_small(const char* what, const GemmParams& p, const ExecContext& context) {
   if (is_empty(p)) return {};
   const auto launch_layout = [&](auto trans_b) {
     static SmemLimit limit;
-    const auto kernel = gemm_small_kernel<C, kMath, decltype(trans_b)::value>;
+    const auto kernel = gemm_small_kernel<kMath, C, decltype(trans_b)::value>;
     ORTPLUGINS_RETURN_IF_ERROR(limit.raise(kernel, *context.device, C::kSmemBytes));
     const int64_t tiles = ceil_div(p.m, C::kBlock) * ceil_div(p.n, C::kBlock) * p.batch;
     // FFMA takes longer than the copies, which hide behind it. The tensor cores do not; there blocks that come and go share out
@@ -370,13 +434,16 @@ Status launch_small(const char* what, const GemmParams& p, const ExecContext& co
 }  // namespace
 
 Status launch_gemm_sm90a_small(const GemmParams& p, const ExecContext& context) {
-  return launch_small<SmallConfig<1, 32, 2, 6>, SmallMath::kIeee>("gemm_sm90a_small", p, context);
+  return launch_small<SmallMath::kIeee, SmallConfig<float>>("gemm_sm90a_small", p, context);
+}
+Status launch_gemm_sm90a_small_half(const GemmParams& p, const ExecContext& context) {
+  return dispatch_half(p.dtype, [&](auto tag) { return launch_small<SmallMath::kHalf, SmallConfig<typename decltype(tag)::type>>("gemm_sm90a_small_half", p, context); });
 }
 Status launch_gemm_sm90a_small_tf32(const GemmParams& p, const ExecContext& context) {
-  return launch_small<SmallConfig<1, 32, 2, 6>, SmallMath::kTf32>("gemm_sm90a_small_tf32", p, context);
+  return launch_small<SmallMath::kTf32, SmallConfig<float>>("gemm_sm90a_small_tf32", p, context);
 }
 Status launch_gemm_sm90a_small_tf32x3(const GemmParams& p, const ExecContext& context) {
-  return launch_small<SmallConfig<1, 32, 2, 6>, SmallMath::kTf32x3>("gemm_sm90a_small_tf32x3", p, context);
+  return launch_small<SmallMath::kTf32x3, SmallConfig<float>>("gemm_sm90a_small_tf32x3", p, context);
 }
 
 }  // namespace ortplugins

@@ -29,6 +29,7 @@ Status launch_gemm_simt_64x64(const GemmParams& params, const ExecContext& conte
 #if ORTPLUGINS_WITH_SM90A
 Status launch_gemm_sm90a_simt(const GemmParams& params, const ExecContext& context);
 Status launch_gemm_sm90a_small(const GemmParams& params, const ExecContext& context);
+Status launch_gemm_sm90a_small_half(const GemmParams& params, const ExecContext& context);
 Status launch_gemm_sm90a_small_tf32(const GemmParams& params, const ExecContext& context);
 Status launch_gemm_sm90a_small_tf32x3(const GemmParams& params, const ExecContext& context);
 Status launch_gemm_sm90a_skinny(const GemmParams& params, const ExecContext& context);
