@@ -172,7 +172,7 @@ def garbage_behind_lengths(inputs: Inputs) -> None:
 def padding(inputs: Inputs) -> None:
     """Sequence 0 is padded on both sides, 1 not at all, 2 has a few keys, 3 has a hole."""
     mask = inputs[MASK]
-    keep, drop = (True, False) if mask.dtype == bool else (0.0, -np.inf)
+    keep, drop = (True, False) if mask.dtype == bool else (0.0, mask.min())
     mask[...] = drop
     n = mask.shape[-1]
     for b, first, last in ((0, n // 3, n - 90), (1, 0, n), (2, 3, 7), (3, 0, n // 2), (3, n - 30, n)):
@@ -240,6 +240,18 @@ def masks(name: str, shapes: list[tuple[int, ...]], **problem: Any) -> list[Case
     ]
 
 
+def rising(factor: float) -> Callable[[Inputs], None]:
+    """Keys that point more and more along one direction, as do the queries, the last one against it."""
+
+    def spoil(inputs: Inputs) -> None:
+        q, k = inputs[Q], inputs[K]
+        k[..., 0] = np.linspace(0, factor, k.shape[1])[None, :, None].astype(k.dtype)
+        q[..., 0] = q.dtype.type(factor)
+        q[:, -1, :, 0] = q.dtype.type(-factor)
+
+    return spoil
+
+
 CASES = [
     # Shapes: one row and one key; lengths around the tiles; head sizes around the vectors; many rows of one head
     Case("one", heads=1, sq=1, sk=1, d=1),
@@ -286,8 +298,37 @@ CASES = [
         dtypes=("float16", "bfloat16"),
     ),
     Case("many_tiles_lengths", b=5, heads=40, sq=20, sk=300, d=64, total_lengths=(300, 7, 0, 129, 256)),
-    # Rows left over by tiles of 192, of as many heads as an H200 has multiprocessors
+    # Rows left over by tiles of 64 to 256, of as many heads as an H200 has multiprocessors
     *(Case(f"rest_rows_d{d}", b=11, heads=12, sq=250, sk=70, d=d, dtypes=("float16", "bfloat16")) for d in (64, 80)),
+    # Maxima that grow with every tile of keys, by a few and by hundreds, in all rows or in one
+    *(
+        Case(
+            f"rising_d{d}_{factor}{name}",
+            b=2,
+            sq=140,
+            sk=400,
+            d=d,
+            attrs=attrs,
+            mask=mask,
+            mask_kind="add",
+            spoil=rising(factor),
+            dtypes=("float16", "bfloat16"),
+        )
+        for d, factor, name, attrs, mask in (
+            (40, 10, "", {}, None),
+            (64, 10, "_window", {"window": 90}, None),
+            (64, 30, "", {"is_causal": 1}, None),
+            (64, 30, "_rows", {}, (2, 140, 400)),
+            (72, 10, "", {"is_causal": 1}, None),
+            (80, 30, "", {}, None),
+            (96, 10, "", {}, None),
+            (128, 10, "", {}, None),
+            (128, 30, "_keys", {"is_causal": 1}, (2, 1, 1, 400)),
+            (192, 10, "", {}, None),
+            (256, 30, "_softcap", {"softcap": 200.0}, None),
+        )
+    ),
+    Case("rising_decode", b=2, heads=8, kv_heads=2, sq=3, sk=900, d=128, spoil=rising(30), dtypes=("float16", "bfloat16")),
     # Whole tiles of padding in front of the keys and behind them, none, and nothing else
     *(
         Case(
@@ -302,7 +343,7 @@ CASES = [
             mask_kind=kind,
             spoil=padding,
         )
-        for kind in ("bool", "-inf")
+        for kind in ("bool", "-inf", "lowest")
         for name, d, attrs in (("", 64, {}), ("_causal", 128, {"is_causal": 1}))
     ),
     *(

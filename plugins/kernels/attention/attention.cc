@@ -203,6 +203,10 @@ template <int64_t kDim>
 bool supports_wgmma_plain(const AttentionParams& p, const DeviceInfo& device) {
   return attention_wgmma_supports_plain(p, device, kDim);
 }
+template <int64_t kDim>
+bool supports_wgmma_rows(const AttentionParams& p, const DeviceInfo& device) {
+  return attention_wgmma_supports_rows(p, device, kDim);
+}
 // What a launch costs in tiles of 128 rows that are 100 each: the rounds it takes until every block has been on one of the
 // multiprocessors, times the measured cost of a block.
 int64_t wgmma_cost(const AttentionParams& p, const DeviceInfo& device, int64_t block_m, int64_t block_cost) {
@@ -211,10 +215,6 @@ int64_t wgmma_cost(const AttentionParams& p, const DeviceInfo& device, int64_t b
 }
 bool suits_wgmma_256(const AttentionParams& p, const DeviceInfo& device) {
   return wgmma_cost(p, device, 256, 165) <= wgmma_cost(p, device, 128, 100);
-}
-// The last rows of heads are done in items that take half as long; see WgmmaTile::kRests.
-bool suits_wgmma_192(const AttentionParams& p, const DeviceInfo& device) {
-  return wgmma_cost(p, device, 192, 130) <= wgmma_cost(p, device, 128, 100);
 }
 // Short sequences in numbers: while one block starts or ends, another one on the same multiprocessor computes. Longer ones
 // would read the keys too often. And few of them: each block has a multiprocessor to itself, and half of the work.
@@ -227,7 +227,7 @@ bool suits_wgmma_64(const AttentionParams& p, const DeviceInfo& device) {
 
 constexpr Variant<AttentionParams> kAttentionVariants[] = {
 #if ORTPLUGINS_WITH_SM90A
-    {159, "sm90a_wgmma_64x128x128_s2_split", DeviceKind::kCuda, attention_wgmma_split_supports, launch_attention_wgmma_split,
+    {166, "sm90a_wgmma_64x96x128_s4_split", DeviceKind::kCuda, attention_wgmma_split_supports, launch_attention_wgmma_split,
      attention_wgmma_split_workspace, suits_wgmma_split},
 #endif
 #if ORTPLUGINS_WITH_CUDA
@@ -240,17 +240,19 @@ constexpr Variant<AttentionParams> kAttentionVariants[] = {
     {102, "simt_fp32_16x64_split", DeviceKind::kCuda, supports_simt_split, launch_attention_simt_split,
      attention_simt_split_workspace},
 #if ORTPLUGINS_WITH_SM90A
-    {162, "sm90a_wgmma_64x64x64_s2", DeviceKind::kCuda, supports_wgmma<64>, launch_attention_wgmma_64x64, nullptr, suits_wgmma_64},
+    {162, "sm90a_wgmma_64x64x64_s2", DeviceKind::kCuda, supports_wgmma_rows<64>, launch_attention_wgmma_64x64, nullptr, suits_wgmma_64},
     {160, "sm90a_wgmma_256x64x40_s4", DeviceKind::kCuda, supports_wgmma_plain<40>, launch_attention_wgmma_256x40, nullptr,
      suits_wgmma_256},
-    {161, "sm90a_wgmma_256x64x64_s4", DeviceKind::kCuda, supports_wgmma_plain<64>, launch_attention_wgmma_256x64, nullptr,
+    {161, "sm90a_wgmma_256x64x64_s4", DeviceKind::kCuda, supports_wgmma_rows<64>, launch_attention_wgmma_256x64, nullptr,
      suits_wgmma_256},
     {151, "sm90a_wgmma_128x128x64_s2", DeviceKind::kCuda, supports_wgmma<64>, launch_attention_wgmma_64},
     {164, "sm90a_wgmma_256x64x72_s4", DeviceKind::kCuda, supports_wgmma_plain<72>, launch_attention_wgmma_256x72, nullptr,
      suits_wgmma_256},
-    {163, "sm90a_wgmma_192x112x80_s2", DeviceKind::kCuda, supports_wgmma_plain<80>, launch_attention_wgmma_192x80, nullptr,
-     suits_wgmma_192},
+    {165, "sm90a_wgmma_256x48x80_s4", DeviceKind::kCuda, supports_wgmma_plain<80>, launch_attention_wgmma_256x80, nullptr,
+     suits_wgmma_256},
     {154, "sm90a_wgmma_128x128x80_s2", DeviceKind::kCuda, supports_wgmma<80>, launch_attention_wgmma_80},
+    {167, "sm90a_wgmma_256x48x96_s3", DeviceKind::kCuda, supports_wgmma_plain<96>, launch_attention_wgmma_256x96, nullptr,
+     suits_wgmma_256},
     {155, "sm90a_wgmma_128x128x96_s2", DeviceKind::kCuda, supports_wgmma<96>, launch_attention_wgmma_96},
     {152, "sm90a_wgmma_128x128x128_s2", DeviceKind::kCuda, supports_wgmma<128>, launch_attention_wgmma_128},
     {156, "sm90a_wgmma_128x96x192_s2", DeviceKind::kCuda, supports_wgmma<192>, launch_attention_wgmma_192},

@@ -296,6 +296,7 @@ Status copy_present(const AttentionParams& p, const void* past, const void* curr
 // --- Merge of split launches ----------------------------------------------------------------------------------------------
 
 constexpr int kMergeThreads = 128;
+constexpr int kMergeLoads = 12;
 
 template <class T>
 __global__ void __launch_bounds__(kMergeThreads) attention_merge_kernel(const __grid_constant__ AttentionLaunch a) {
@@ -304,10 +305,21 @@ __global__ void __launch_bounds__(kMergeThreads) attention_merge_kernel(const __
   if (row >= p.batch * p.heads * p.q_len) return;
   const int64_t query = row % p.q_len, h = row / p.q_len % p.heads, b = row / p.q_len / p.heads;
   const float2* const ms = a.partial_ms + row * a.splits;
-  // Each warp for itself, a lane for each split, so that the loads do not follow each other.
+  const float* const part = a.partial_y + row * a.splits * p.v_head_dim;
   __shared__ float s_weight[kMaxSplits];
   const int lane_idx = static_cast<int>(threadIdx.x) % 32;
+  let_next_kernel_start();
   wait_for_previous_kernel();
+  // The kernel is a chain of latencies: parts are loaded many at a time, the first of them before their weights are known.
+  float parts[kMergeLoads];
+  const auto load_parts = [&](int64_t d, int split0) {
+#pragma unroll
+    for (int i = 0; i < kMergeLoads; ++i) {
+      parts[i] = split0 + i < a.splits && d < p.v_head_dim ? part[(split0 + i) * p.v_head_dim + d] : 0.0F;
+    }
+  };
+  load_parts(threadIdx.x, 0);
+  // Each warp for itself, a lane for each split, so that the loads do not follow each other.
   float max = -INFINITY;
   for (int s = lane_idx; s < a.splits; s += 32) max = fmaxf(max, ms[s].x);
   const float reference = softmax_reference(warp_max(max));
@@ -322,10 +334,14 @@ __global__ void __launch_bounds__(kMergeThreads) attention_merge_kernel(const __
   T* const y = static_cast<T*>(p.y) + b * p.y_strides.batch + h * p.y_strides.head + query * p.y_strides.seq;
   bool redo = false;
   for (int64_t d = threadIdx.x; d < p.v_head_dim; d += kMergeThreads) {
-    const float* const part = a.partial_y + row * a.splits * p.v_head_dim + d;
     float acc = 0.0F;
-#pragma unroll 8
-    for (int s = 0; s < a.splits; ++s) acc += part[s * p.v_head_dim] * s_weight[s];
+    for (int split0 = 0; split0 < a.splits; split0 += kMergeLoads) {
+      if (split0 > 0 || d >= kMergeThreads) load_parts(d, split0);
+#pragma unroll
+      for (int i = 0; i < kMergeLoads; ++i) {
+        if (split0 + i < a.splits) acc += parts[i] * s_weight[split0 + i];
+      }
+    }
     redo |= isnan(acc) && sum > 0.0F;
     y[d] = from_float<T>(sum == 0.0F ? 0.0F : acc / sum);
   }

@@ -7,7 +7,8 @@
 // of its rows may see it hands back unread.
 //
 // What keeps the tensor cores busy while exponentials are computed (at a head of 64, exponentials and products each take
-// some 45 % of the time; four warpgroups overlap them best):
+// half of the time, and instructions to issue some more; four warpgroups overlap them best):
+//   - no maxima are looked for while there is no need to (see Softmax);
 //   - within a warpgroup, the product of the next tile's scores and that of this tile's weights with v are issued together;
 //     the softmax of the next tile runs while the second is in flight;
 //   - between warpgroups, a token (named barriers) lets one issue its products at a time, so that one multiplies while
@@ -19,6 +20,7 @@
 #include <algorithm>
 
 #include "device/dependent_launch.h"
+#include "device/mma.h"
 #include "device/sm90_rs.h"
 #include "device/tensor_map.h"
 #include "kernels/attention/attention_device.h"
@@ -35,78 +37,71 @@ enum class MaskTiles : int { kNone, kKeys, kRows16, kRowsBool, kRowsLoads };
 struct WgmmaLaunch {
   AttentionLaunch a;
   CUtensorMap q, k, v, mask;
-  const void* keys_mask = nullptr;
   MaskTiles mask_tiles = MaskTiles::kNone;
   bool mask_has_batch = false, mask_has_head = false;
+  bool batch_inner = false;  // items count sequences before heads: those that run together read the same rows of a mask
   bool scores = false;      // products need more than a positive factor: softcap, or a scale that is not positive
   int items = 0;
-  int whole_tiles = 0;      // of a head; from item whole_items on come its other rows, 64 at a time
-  int whole_items = 0;
   int q_bytes = 0;          // of a tile of q
   int section_heads = 1;    // heads (of all sequences) whose items are dealt out together under a causal mask
 };
 
-// All numbers of a variant. kScores: masks, softcap and any scale; without, a product only takes a positive factor. kSplit:
-// few queries on a long cache. Then a tile's rows are those of all query heads that share a key head, row r being query
-// r % q_len of head r / q_len of the group, and the keys are split over items, whose results are merged afterwards.
-template <int kDim_, int kBlockN_, int kConsumers_, int kStages_, bool kScores_ = false, bool kSplit_ = false>
+// What becomes of a product, each with all that stands before it: a positive factor and a mask of keys; a mask whose rows
+// differ, brought by TMA; softcap, any scale, and a mask that TMA does not take.
+enum class Scores : int { kFactor, kRows, kAny };
+
+// All numbers of a variant. kSplit: few queries on a long cache. Then a tile's rows are those of all query heads that share a
+// key head, row r being query r % q_len of head r / q_len of the group, and the keys are split over items, whose results are
+// merged afterwards.
+template <int kDim_, int kBlockN_, int kConsumers_, int kStages_, Scores kScores_ = Scores::kFactor, bool kSplit_ = false>
 struct WgmmaTile {
   static constexpr int kDim = kDim_, kBlockN = kBlockN_, kConsumers = kConsumers_, kStages = kStages_;
-  static constexpr bool kScores = kScores_, kSplit = kSplit_;
+  static constexpr bool kSplit = kSplit_;
+  static constexpr bool kRows = kScores_ != Scores::kFactor && !kSplit, kAny = kScores_ == Scores::kAny;
   static constexpr int kBlockM = 64 * kConsumers;
   static constexpr int kThreads = 128 * (kConsumers + 1);
 
   static constexpr int kDimBlocks = (kDim + 63) / 64;
   static constexpr int kBytesQ = kDimBlocks * kBlockM * 128;
   static constexpr int kBytesK = kDimBlocks * kBlockN * 128;
-  static constexpr int kBytesMask = kScores && !kSplit ? (kBlockN + 63) / 64 * kBlockM * 128 : 0;  // of 16-bit elements
+  static constexpr int kBytesMask = kRows ? (kBlockN + 63) / 64 * kBlockM * 128 : 0;  // of 16-bit elements
   static constexpr int smem_bytes(int stages_q) { return 1024 + stages_q * kBytesQ + kStages * (2 * kBytesK + kBytesMask); }
 
   // Blocks of one consumer warpgroup, for short sequences, share a multiprocessor: one computes while another starts or ends.
-  static constexpr int kBlocksPerSm = kConsumers > 1 || kSplit ? 1 : kScores ? 2 : 3;
+  static constexpr int kBlocksPerSm = kConsumers > 1 || kSplit ? 1 : 3;
   // With room for a second tile of q, the loads of the next item start before this one ends.
   static constexpr int kStagesQ = kBlocksPerSm * (smem_bytes(2) + 4096) <= 228 * 1024 ? 2 : 1;
   static constexpr int kSmemBytes = smem_bytes(kStagesQ);
   static_assert(kSmemBytes <= 227 * 1024);
 
   // Registers of the two roles, out of 64 K for all blocks of a multiprocessor: what the consumers gain is what the producer
-  // gives; 0: as launched. The producer's search for padding in a mask takes more.
-  static constexpr int kProducerRegisters = kSplit ? 0 : kScores ? 56 : kConsumers == 3 ? 32 : 24;
-  static constexpr int kConsumerRegisters = kConsumers == 4   ? 112
-                                            : kConsumers == 3 ? 160
-                                            : kConsumers == 2 ? (kScores ? 224 : 240)
-                                                              : (kScores ? 200 : 136);
+  // gives; 0: as launched. A block gets no more than it was launched with, so that both come out short.
+  static constexpr int kProducerRegisters = kSplit ? 0 : kConsumers == 2 ? 40 : 32;
+  static constexpr int kConsumerRegisters = kConsumers == 4 ? 112 : kConsumers == 2 ? 232 : 128;
   static_assert(kSplit || kBlocksPerSm * 128 * (kProducerRegisters + kConsumers * kConsumerRegisters) <= 64 * 1024);
-  static_assert(!kScores || kConsumers <= 2, "not enough registers");
-
-  // Half of the exponentials after the product with v: what follows it, rescaling and packing, then overlaps with them.
-  // With two or three consumers the other warpgroups fill that gap, and the product is better waited for at the end.
-  static constexpr bool kExponentialsLast = kConsumers == 4;
-  // An item of three warpgroups is long; the last rows of heads are done in items of 64, which take half as long.
-  static constexpr bool kRests = kConsumers == 3;
+  static_assert(!kAny || kConsumers == 2 || kSplit, "not enough registers");
 };
 
 // Barriers in shared memory, by their 32-bit addresses.
 template <int kStagesQ, int kStages>
 struct WgmmaBarriers {
   uint32_t base;
-  static constexpr int kCount = 2 * kStagesQ + 6 * kStages;
-  __device__ __forceinline__ uint32_t at(int group, int stage) const { return base + 8 * (2 * kStagesQ + group * kStages + stage); }
+  static constexpr int kCount = 3 * kStagesQ + 4 * kStages;
+  __device__ __forceinline__ uint32_t at(int group, int stage) const { return base + 8 * (3 * kStagesQ + group * kStages + stage); }
   __device__ __forceinline__ uint32_t q_full(int stage) const { return base + 8 * stage; }
   __device__ __forceinline__ uint32_t q_empty(int stage) const { return base + 8 * (kStagesQ + stage); }
+  __device__ __forceinline__ uint32_t span_full(int stage) const { return base + 8 * (2 * kStagesQ + stage); }
   __device__ __forceinline__ uint32_t k_full(int stage) const { return at(0, stage); }
   __device__ __forceinline__ uint32_t k_empty(int stage) const { return at(1, stage); }
   __device__ __forceinline__ uint32_t v_full(int stage) const { return at(2, stage); }
   __device__ __forceinline__ uint32_t v_empty(int stage) const { return at(3, stage); }
-  __device__ __forceinline__ uint32_t mask_full(int stage) const { return at(4, stage); }
-  __device__ __forceinline__ uint32_t mask_empty(int stage) const { return at(5, stage); }
 };
 
 // Item of this block in a round, -1 past the end; items count tiles fastest, then heads and sequences. Under a causal mask
 // their lengths differ: within a section of heads the longest come first, and every other round runs backwards, so that a
 // block which got the longest of one round gets the shortest of the next.
 __device__ __forceinline__ int wgmma_item(const WgmmaLaunch& w, int round) {
-  const int grid = static_cast<int>(gridDim.x), block = static_cast<int>(blockIdx.x);
+  const int grid = computed_in_place(static_cast<int>(gridDim.x)), block = computed_in_place(static_cast<int>(blockIdx.x));
   if (!w.a.p.is_causal) {
     const int slot = round * grid + block;
     return slot < w.items ? slot : -1;
@@ -131,7 +126,7 @@ struct KeySpan {
 // short sequence only a few thousand.
 struct WgmmaItem {
   int b, h, kv_head;
-  int row0, rows;   // first query, and how many
+  int row0;         // first query
   int split;
   int first, last;  // keys that some of its queries may see, and that belong to its split
 
@@ -147,7 +142,7 @@ __device__ __forceinline__ void for_each_item(const WgmmaLaunch& w, Visit visit)
   constexpr int kBlockM = Tile::kBlockM;
   const unsigned tiles = static_cast<unsigned>(w.a.tiles), heads = static_cast<unsigned>(w.a.p.heads);
   const int rows = static_cast<int>(w.a.p.q_len);
-  for (int round = 0; round * static_cast<int>(gridDim.x) < w.items; ++round) {
+  for (int round = 0; round * computed_in_place(static_cast<int>(gridDim.x)) < w.items; ++round) {
     if constexpr (Tile::kSplit) {
       const unsigned index = static_cast<unsigned>(round) * gridDim.x + blockIdx.x;
       if (index >= static_cast<unsigned>(w.items)) return;
@@ -159,7 +154,6 @@ __device__ __forceinline__ void for_each_item(const WgmmaLaunch& w, Visit visit)
       item.kv_head = static_cast<int>(head % kv_heads);
       item.h = item.kv_head * w.a.group;
       item.row0 = 0;
-      item.rows = Tile::kBlockM;
       const KeyBand band = key_band(w.a.p, item.b);
       const int first = band.first(0), last = band.last(rows - 1);
       const int tiles_n = max(0, last - first + Tile::kBlockN - 1) / Tile::kBlockN;
@@ -171,29 +165,20 @@ __device__ __forceinline__ void for_each_item(const WgmmaLaunch& w, Visit visit)
     }
     const int index = wgmma_item(w, round);
     if (index < 0) continue;
+    const unsigned head = static_cast<unsigned>(index) / tiles;
+    unsigned tile = static_cast<unsigned>(index) - head * tiles;
+    if (w.a.p.is_causal) tile = tiles - 1 - tile;
     WgmmaItem item;
-    unsigned head;
-    if (Tile::kRests && index >= w.whole_items) {
-      const unsigned rests = static_cast<unsigned>(rows - w.whole_tiles * kBlockM + 63) / 64;
-      const unsigned rest = static_cast<unsigned>(index - w.whole_items);
-      head = rest / rests;
-      item.row0 = w.whole_tiles * kBlockM + static_cast<int>(rest - head * rests) * 64;
-      item.rows = 64;
-    } else {
-      const unsigned head_tiles = Tile::kRests ? static_cast<unsigned>(w.whole_tiles) : tiles;
-      head = static_cast<unsigned>(index) / head_tiles;
-      unsigned tile = static_cast<unsigned>(index) - head * head_tiles;
-      if (w.a.p.is_causal) tile = tiles - 1 - tile;
-      item.row0 = static_cast<int>(tile) * kBlockM;
-      item.rows = kBlockM;
-    }
-    item.b = static_cast<int>(head / heads);
-    item.h = static_cast<int>(head % heads);
+    item.row0 = static_cast<int>(tile) * kBlockM;
+    const unsigned inner = w.batch_inner ? static_cast<unsigned>(w.a.p.batch) : heads;
+    const int outer_idx = static_cast<int>(head / inner), inner_idx = static_cast<int>(head % inner);
+    item.b = w.batch_inner ? inner_idx : outer_idx;
+    item.h = w.batch_inner ? outer_idx : inner_idx;
     item.split = 0;
     item.kv_head = static_cast<int>(static_cast<unsigned>(item.h) / static_cast<unsigned>(w.a.group));
     const KeyBand band = key_band(w.a.p, item.b);
     item.first = band.first(item.row0);
-    item.last = band.last(min(item.row0 + item.rows, rows) - 1);
+    item.last = band.last(min(item.row0 + kBlockM, rows) - 1);
     visit(item, band);
   }
 }
@@ -221,6 +206,13 @@ __device__ __forceinline__ float2 unpack_half2<__nv_bfloat16>(uint32_t bits) {
   return make_float2(__uint_as_float(bits << 16), __uint_as_float(bits & 0xffff0000U));
 }
 
+// Read where it is needed, so that neither it nor what depends on it holds a register of a consumer meanwhile.
+__device__ __forceinline__ int lane_in_place() {
+  int lane_idx;
+  asm volatile("mov.u32 %0, %%laneid;\n" : "=r"(lane_idx));
+  return lane_idx;
+}
+
 __device__ __forceinline__ uint32_t load_shared_u32(uint32_t address) {
   uint32_t v;
   asm volatile("ld.shared.u32 %0, [%1];\n" : "=r"(v) : "r"(address) : "memory");
@@ -244,39 +236,66 @@ __device__ __forceinline__ float key_mask_value(const WgmmaLaunch& w, int64_t of
   return to_float(static_cast<const T*>(w.a.p.mask)[offset]);
 }
 
-// By a whole warp, for keys [first, last) of the row of the mask at `row`.
+// What one lane has seen of a row of the mask.
+struct KeyCount {
+  int lo = INT_MAX, hi = 0;  // keys not masked lie in [lo, hi)
+  int zeros = 0;             // keys to whose scores nothing is added
+
+  __device__ __forceinline__ void see(int j, float value) {
+    if (value == -INFINITY) return;
+    lo = min(lo, j);
+    hi = max(hi, j + 1);
+    zeros += value == 0.0F ? 1 : 0;
+  }
+};
+
+// By a whole warp, for keys [first, last) of the row of the mask at `row`. 16 bytes of a mask in flight, or three loads: few,
+// as a producer has few registers.
 template <class T>
 __device__ __forceinline__ KeySpan key_span(const WgmmaLaunch& w, int64_t row, int first, int last) {
   const AttentionParams& p = w.a.p;
   const int lane_idx = static_cast<int>(threadIdx.x) % 32;
-  int lo = INT_MAX, hi = 0, open = 0;
-  bool adds = false;
+  KeyCount count;
   int j = first;
-  const char* const bytes = static_cast<const char*>(p.mask) + row;
-  if (p.mask_dtype == DType::kBool && p.mask_stride_key == 1 && reinterpret_cast<uintptr_t>(bytes + first) % 4 == 0) {
-#pragma unroll 4
-    for (; j <= last - 128; j += 128) {
-      const int word_j = j + 4 * lane_idx;
-      const uint32_t is_open = __vcmpne4(*reinterpret_cast<const uint32_t*>(bytes + word_j), 0);
-      open += __popc(is_open) / 8;
-      if (is_open == 0) continue;
-      lo = min(lo, word_j + (__ffs(static_cast<int>(is_open)) - 1) / 8);
-      hi = max(hi, word_j + 4 - __clz(static_cast<int>(is_open)) / 8);
+  const bool is_bool = p.mask_dtype == DType::kBool;
+  const int size = is_bool ? 1 : 2;
+  const char* const bytes = static_cast<const char*>(p.mask) + row * size;
+  if (p.mask_stride_key == 1 && reinterpret_cast<uintptr_t>(bytes + first * size) % 16 == 0) {
+    const int pack = 16 / size;
+    for (j += pack * lane_idx; j <= last - pack; j += pack * 32) {
+      const uint4 keys = *reinterpret_cast<const uint4*>(bytes + static_cast<int64_t>(j) * size);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const uint32_t word = i == 0 ? keys.x : i == 1 ? keys.y : i == 2 ? keys.z : keys.w;
+        if (!is_bool) {
+          const float2 values = unpack_half2<T>(word);
+          count.see(j + 2 * i, values.x);
+          count.see(j + 2 * i + 1, values.y);
+          continue;
+        }
+        const uint32_t open = __vcmpne4(word, 0);
+        if (open == 0) continue;
+        count.zeros += __popc(open) / 8;
+        count.lo = min(count.lo, j + 4 * i + (__ffs(static_cast<int>(open)) - 1) / 8);
+        count.hi = max(count.hi, j + 4 * i + 4 - __clz(static_cast<int>(open)) / 8);
+      }
     }
+    j = first + (last - first) / pack * pack;
   }
-#pragma unroll 4
-  for (j += lane_idx; j < last; j += 32) {
-    const float value = key_mask_value<T>(w, row + j * p.mask_stride_key);
-    if (value == -INFINITY) continue;
-    lo = min(lo, j);
-    hi = max(hi, j + 1);
-    ++open;
-    adds |= value != 0.0F;
+  constexpr int kLoads = 3;
+  for (j += lane_idx; j < last; j += 32 * kLoads) {
+    float values[kLoads];
+#pragma unroll
+    for (int i = 0; i < kLoads; ++i) {
+      values[i] = j + 32 * i < last ? key_mask_value<T>(w, row + (j + 32 * i) * p.mask_stride_key) : -INFINITY;
+    }
+#pragma unroll
+    for (int i = 0; i < kLoads; ++i) count.see(j + 32 * i, values[i]);
   }
   KeySpan span;
-  span.first = __reduce_min_sync(kFullWarp, lo);
-  span.last = __reduce_max_sync(kFullWarp, hi);
-  span.clean = !__any_sync(kFullWarp, adds) && __reduce_add_sync(kFullWarp, open) == span.last - span.first ? 1 : 0;
+  span.last = __reduce_max_sync(kFullWarp, count.hi);
+  span.first = min(__reduce_min_sync(kFullWarp, count.lo), span.last);  // both 0 if all keys are masked
+  span.clean = __reduce_add_sync(kFullWarp, count.zeros) == span.last - span.first ? 1 : 0;
   return span;
 }
 
@@ -313,100 +332,91 @@ struct Softmax {
   // Weights stay relative to an old maximum until a row of the warp exceeds it by this much. Neither type minds weights of
   // e^5.5 = 245, and y and the sums are hardly ever rescaled: 3 to 7 % less time.
   static constexpr float kSlack = 5.5F;
-  float max[2], sum[2], correction[2];  // max in natural units (not log2); sum of this lane's columns alone
-  float unit, offset[2], part[4];       // of this tile: weight exp2(score * unit - offset), sums by row and column
-  bool rescale;                         // whether y must be multiplied by the correction
+  float max[2], sum[2];            // max in natural units (not log2); sum of this lane's columns alone
+  float offset[2];                 // max in units of log2; NaN where there is none that the next tile could go on from
+  float unit, part[2];             // of this tile: weight exp2(score * unit - offset), sums
 
   __device__ __forceinline__ void reset() {
     max[0] = max[1] = -INFINITY;
     sum[0] = sum[1] = 0.0F;
-    offset[0] = offset[1] = 0.0F;
+    offset[0] = offset[1] = NAN;
   }
 
-  // The scores of a tile become weights in three steps: `begin` finds the maxima, `weigh` does registers [kFirst, kLast), in
-  // one or several parts, `end` adds up. `factor`, positive, brings scores to natural units. A weight is exp2(score * unit -
-  // offset) in one fused multiply-add. The offset is rounded, but all that a row adds up is relative to it, so that this
-  // cancels as long as it is small.
-  __device__ __forceinline__ void begin(float (&s)[kCount], float factor) {
-    float new_max[2];
-    {
-      float m[4][2];  // four chains for each row, so that maxima do not wait for each other
-#pragma unroll
-      for (int i = 0; i < 16; i += 2) m[i / 4][i / 2 % 2] = fmaxf(s[i], s[i + 1]);
-#pragma unroll
-      for (int i = 16; i < kCount; i += 2) m[i / 4 % 4][i / 2 % 2] = fmaxf(m[i / 4 % 4][i / 2 % 2], fmaxf(s[i], s[i + 1]));
-#pragma unroll
-      for (int half = 0; half < 2; ++half) new_max[half] = fmaxf(fmaxf(m[0][half], m[1][half]), fmaxf(m[2][half], m[3][half]));
-    }
-#pragma unroll
-    for (int lanes = 2; lanes > 0; lanes /= 2) {
-#pragma unroll
-      for (int half = 0; half < 2; ++half) new_max[half] = fmaxf(new_max[half], __shfl_xor_sync(kFullWarp, new_max[half], lanes));
-    }
-#pragma unroll
-    for (int half = 0; half < 2; ++half) new_max[half] = fmaxf(max[half], new_max[half] * factor);
-    if constexpr (Tile::kScores) {
-      const float larger = fmaxf(fabsf(softmax_reference(new_max[0])), fabsf(softmax_reference(new_max[1])));
-      if (__any_sync(kFullWarp, larger > 4096.0F)) {
-        weigh_large(s, new_max, factor);
-        rescale = true;
-        unit = 0.0F;  // nothing is left to do
-        return;
-      }
-    }
+  // The scores of a tile become weights in three steps: `go_on`, `weigh`, and `end`, which adds up. `factor`, positive, brings
+  // scores to natural units. A weight is exp2(score * unit - offset) in one fused multiply-add. The offset is rounded, but all
+  // that a row adds up is relative to it, so that this cancels as long as it is small.
+  //
+  // Hardly any tile but the first raises a maximum by much. So weights are computed without looking for maxima, and their
+  // sums, which are needed anyway, tell whether one has grown. Then the tile is done again, from new scores, by `redo`. At a
+  // head of 64 this saves 19 % of all instructions, and the wait for the maxima.
+  __device__ __forceinline__ void go_on(float factor) {
     unit = factor * kLog2e;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) part[i] = 0.0F;  // row 0: 0 and 1, row 1: 2 and 3
-    rescale = __any_sync(kFullWarp, !(new_max[0] <= max[0] + kSlack) || !(new_max[1] <= max[1] + kSlack));
-    if (!rescale) {
-      correction[0] = correction[1] = 1.0F;
-      return;
-    }
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      offset[half] = softmax_reference(new_max[half]) * kLog2e;
-      correction[half] = exp2_approx(fmaf(max[half], kLog2e, -offset[half]));
-      max[half] = new_max[half];
-    }
+    part[0] = part[1] = 0.0F;
   }
-  template <int kFirst, int kLast>
   __device__ __forceinline__ void weigh(float (&s)[kCount]) {
-    if (Tile::kScores && unit == 0.0F) return;
 #pragma unroll
-    for (int i = kFirst; i < kLast; ++i) {
+    for (int i = 0; i < kCount; ++i) {
       s[i] = exp2_approx(fmaf(s[i], unit, -offset[i / 2 % 2]));
-      part[i % 4] += s[i];
+      part[i / 2 % 2] += s[i];
     }
   }
   __device__ __forceinline__ void end() {
-    if (Tile::kScores && unit == 0.0F) return;
 #pragma unroll
-    for (int half = 0; half < 2; ++half) sum[half] = fmaf(sum[half], correction[half], part[2 * half] + part[2 * half + 1]);
+    for (int half = 0; half < 2; ++half) sum[half] += part[half];
   }
-  // All three steps where a maximum is large: a row masked throughout with the lowest number of its type, as exporters do. Times
-  // log2(e) it may be infinite, and what is rounded off the offset counts. So the maximum is subtracted first.
-  __device__ __forceinline__ void weigh_large(float (&s)[kCount], const float (&new_max)[2], float factor) {
+  // After all weights: whether they are of no use, as some row of the warp had no offset, or has weights that are too large, or
+  // NaN. If no maximum has grown by more than kSlack, a lane's kBlockN / 4 weights of a row add up to at most 32 * 245.
+  __device__ __forceinline__ bool must_redo() const {
+    static_assert(kCount <= 64);
+    return __any_sync(kFullWarp, !(part[0] <= 8192.0F) || !(part[1] <= 8192.0F));
+  }
+  // Weights by way of the maxima; y is to be multiplied by `correction`. Large maxima are looked for if `may_be_large`: those
+  // of a row masked throughout with the lowest number of its type, as exporters do. Times log2(e) they may be infinite, and
+  // what is rounded off the offset counts. So they are subtracted first.
+  __device__ __forceinline__ void redo(float (&s)[kCount], float factor, bool may_be_large, float (&correction)[2]) {
+    float new_max[2] = {-INFINITY, -INFINITY};
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) new_max[i / 2 % 2] = fmaxf(new_max[i / 2 % 2], s[i]);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
+#pragma unroll
+      for (int lanes = 2; lanes > 0; lanes /= 2) new_max[half] = fmaxf(new_max[half], __shfl_xor_sync(kFullWarp, new_max[half], lanes));
+      new_max[half] = fmaxf(max[half], new_max[half] * factor);
+    }
+    go_on(factor);
+    const float larger = fmaxf(fabsf(softmax_reference(new_max[0])), fabsf(softmax_reference(new_max[1])));
+    const bool is_large = may_be_large && __any_sync(kFullWarp, larger > 4096.0F);
+    const bool rises = __any_sync(kFullWarp, !(new_max[0] <= max[0] + kSlack && new_max[1] <= max[1] + kSlack) ||
+                                                 isnan(offset[0]) || isnan(offset[1]));
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      correction[half] = 1.0F;
       const float reference = softmax_reference(new_max[half]);
-      correction[half] = exp2_approx((max[half] - reference) * kLog2e);
-      max[half] = new_max[half];
-      float total = 0.0F;
+      if (is_large) {
+        correction[half] = exp2_approx((max[half] - reference) * kLog2e);
+        offset[half] = 0.0F;
 #pragma unroll
-      for (int n = 0; n < kCount / 4; ++n) {
-#pragma unroll
-        for (int e = 4 * n + 2 * half; e < 4 * n + 2 * half + 2; ++e) {
-          s[e] = exp2_approx(fmaf(s[e], factor, -reference) * kLog2e);
-          total += s[e];
-        }
+        for (int i = 0; i < kCount; ++i) s[i] = i / 2 % 2 == half ? fmaf(s[i], factor, -reference) : s[i];
+      } else if (rises) {
+        offset[half] = reference * kLog2e;
+        correction[half] = exp2_approx(fmaf(max[half], kLog2e, -offset[half]));
       }
-      sum[half] = fmaf(sum[half], correction[half], total);
+      if (is_large || rises) max[half] = new_max[half];
+      sum[half] *= correction[half];
+    }
+    if (is_large) unit = kLog2e;
+    weigh(s);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      if (is_large || max[half] == -INFINITY) offset[half] = NAN;
     }
   }
 
-  // Whether some score of a row was too large for `begin`: from here on a rounded offset is off by 2 and more. Without a
-  // mask that is a matter of overflowing inputs.
-  __device__ __forceinline__ bool is_spoilt(int half) const { return !Tile::kScores && fabsf(softmax_reference(max[half])) > 0x1p24F; }
+  // Whether some score of a row was too large without being looked for: from here on a rounded offset is off by 2 and more.
+  // Without a mask that is a matter of overflowing inputs.
+  __device__ __forceinline__ bool is_spoilt(int half, bool may_be_large) const {
+    return !may_be_large && fabsf(softmax_reference(max[half])) > 0x1p24F;
+  }
 };
 
 template <class T, class Tile>
@@ -414,9 +424,10 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm) attention_
   constexpr int kDim = Tile::kDim, kBlockM = Tile::kBlockM, kBlockN = Tile::kBlockN, kStages = Tile::kStages, kStagesQ = Tile::kStagesQ;
   extern __shared__ char smem_unaligned[];
   __shared__ uint64_t s_barriers[WgmmaBarriers<kStagesQ, kStages>::kCount];
-  __shared__ __align__(16) float s_keys_mask[Tile::kScores ? kStages : 1][kBlockN];
+  __shared__ __align__(16) float s_keys_mask[kStages][kBlockN];
   __shared__ int s_keys_masked[kStages];  // whether some value of the tile's mask is not zero
   __shared__ KeySpan s_key_span[kStagesQ];
+  __shared__ KeySpan s_last_span;  // the one found last, which often serves the next item too
   const uint32_t smem = (smem_address(smem_unaligned) + 1023) & ~1023U;
   const uint32_t sQ = smem, sK = sQ + kStagesQ * Tile::kBytesQ, sV = sK + kStages * Tile::kBytesK, sMask = sV + kStages * Tile::kBytesK;
   const WgmmaBarriers<kStagesQ, kStages> barriers{smem_address(s_barriers)};
@@ -424,8 +435,8 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm) attention_
   const AttentionParams& p = w.a.p;
   const int warp_idx = __shfl_sync(kFullWarp, static_cast<int>(threadIdx.x) / 32, 0);
   const int lane_idx = static_cast<int>(threadIdx.x) % 32;
-  const bool keys_mask = Tile::kScores && w.mask_tiles == MaskTiles::kKeys;
-  const bool mask_tiles = Tile::kScores && (w.mask_tiles == MaskTiles::kRows16 || w.mask_tiles == MaskTiles::kRowsBool);
+  const bool keys_mask = w.mask_tiles == MaskTiles::kKeys;
+  const bool mask_tiles = Tile::kRows && (w.mask_tiles == MaskTiles::kRows16 || w.mask_tiles == MaskTiles::kRowsBool);
   if constexpr (Tile::kSplit) {
     // Rows that no copy fills, so that their products are harmless.
     for (int i = static_cast<int>(threadIdx.x); i < kStagesQ * Tile::kBytesQ / 16; i += Tile::kThreads) {
@@ -439,15 +450,14 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm) attention_
     tma_prefetch(&w.v);
     for (int stage = 0; stage < kStagesQ; ++stage) {
       mbarrier_init(barriers.q_full(stage), 1);
-      mbarrier_init(barriers.q_empty(stage), 4 * Tile::kConsumers + (keys_mask ? 1 : 0));
+      mbarrier_init(barriers.q_empty(stage), 4 * Tile::kConsumers);
+      mbarrier_init(barriers.span_full(stage), 1);
     }
     for (int stage = 0; stage < kStages; ++stage) {
-      mbarrier_init(barriers.k_full(stage), 1);
+      mbarrier_init(barriers.k_full(stage), keys_mask ? 33 : 1);  // with a mask of keys also the warp that brings it
       mbarrier_init(barriers.v_full(stage), 1);
-      mbarrier_init(barriers.mask_full(stage), keys_mask ? 32 : 1);
       mbarrier_init(barriers.k_empty(stage), 4 * Tile::kConsumers);  // one lane of each consumer warp
       mbarrier_init(barriers.v_empty(stage), 4 * Tile::kConsumers);
-      mbarrier_init(barriers.mask_empty(stage), 4 * Tile::kConsumers);
     }
     fence_barrier_init();
   }
@@ -457,28 +467,19 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm) attention_
 
   if (warp_idx < 4) {
     if constexpr (Tile::kProducerRegisters > 0) registers_decrease<Tile::kProducerRegisters>();
-    if (warp_idx == 0 && (Tile::kScores || lane_idx == 0)) {
+    if (warp_idx == 0 && lane_idx == 0) {
       PipelineState<kStages> state;
       PipelineState<kStagesQ> q_state;
-      KeySpan span;
-      int64_t span_row = -1;
-      for_each_item<Tile>(w, [&](WgmmaItem tile, const KeyBand& band) {
+      // Bytes of a mask that come with a tile of keys, in blocks of 128 to a row.
+      const int mask_block = w.mask_tiles == MaskTiles::kRowsBool ? 128 : 64;
+      const int mask_blocks = mask_tiles ? (kBlockN + mask_block - 1) / mask_block : 0;
+      for_each_item<Tile>(w, [&](WgmmaItem tile, const KeyBand&) {
         if (tile.first >= tile.last) return;
-        if (keys_mask) {
-          const int64_t row = mask_row_offset(p, tile.b, tile.h, 0);
-          if (Tile::kSplit || row != span_row) {
-            span = key_span<T>(w, row, Tile::kSplit ? tile.first : 0, Tile::kSplit ? tile.last : band.end);
-            span_row = row;
-          }
-          if (lane_idx != 0) return;
-        } else if (Tile::kScores && lane_idx != 0) {
-          return;
-        }
         const int h = tile.h, b = tile.b, kv_head = tile.kv_head;
         mbarrier_wait(barriers.q_empty(q_state.stage), q_state.parity ^ 1);
         if (keys_mask) {
-          s_key_span[q_state.stage] = span;
-          tile.clip(span);
+          mbarrier_wait(barriers.span_full(q_state.stage), q_state.parity);
+          tile.clip(s_key_span[q_state.stage]);
         }
         mbarrier_arrive_expect(barriers.q_full(q_state.stage), w.q_bytes);
 #pragma unroll
@@ -489,21 +490,17 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm) attention_
         q_state.advance();
         for (int j0 = tile.first; j0 < tile.last; j0 += kBlockN) {
           mbarrier_wait(barriers.k_empty(state.stage), state.parity ^ 1);
-          mbarrier_arrive_expect(barriers.k_full(state.stage), Tile::kBytesK);
+          mbarrier_arrive_expect(barriers.k_full(state.stage), Tile::kBytesK + mask_blocks * kBlockM * 128);
 #pragma unroll
           for (int block = 0; block < Tile::kDimBlocks; ++block) {
             tma_load_4d(sK + state.stage * Tile::kBytesK + block * kBlockN * 128, &w.k, barriers.k_full(state.stage), block * 64, j0,
                         kv_head, b);
           }
-          if (mask_tiles) {
-            const bool bytes = w.mask_tiles == MaskTiles::kRowsBool;
+          if constexpr (Tile::kRows) {
             const int mask_b = w.mask_has_batch ? b : 0, mask_h = w.mask_has_head ? h : 0;
-            mbarrier_wait(barriers.mask_empty(state.stage), state.parity ^ 1);
-            const int blocks = (kBlockN + (bytes ? 127 : 63)) / (bytes ? 128 : 64);
-            mbarrier_arrive_expect(barriers.mask_full(state.stage), blocks * kBlockM * 128);
-            for (int block = 0; block < blocks; ++block) {
-              tma_load_4d(sMask + state.stage * Tile::kBytesMask + block * kBlockM * 128, &w.mask, barriers.mask_full(state.stage),
-                          j0 + block * (bytes ? 128 : 64), tile.row0, mask_h, mask_b);
+            for (int block = 0; block < mask_blocks; ++block) {
+              tma_load_4d(sMask + state.stage * Tile::kBytesMask + block * kBlockM * 128, &w.mask, barriers.k_full(state.stage),
+                          j0 + block * mask_block, tile.row0, mask_h, mask_b);
             }
           }
           mbarrier_wait(barriers.v_empty(state.stage), state.parity ^ 1);
@@ -516,36 +513,53 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm) attention_
           state.advance();
         }
       });
-    } else if (keys_mask && warp_idx == 1) {
+    } else if (warp_idx == 1 && keys_mask) {
       PipelineState<kStages> state;
       PipelineState<kStagesQ> q_state;
+      int span_head = -1;  // of all heads of all sequences, the one whose mask s_last_span is of
       for_each_item<Tile>(w, [&](WgmmaItem tile, const KeyBand& band) {
         if (tile.first >= tile.last) return;
-        mbarrier_wait(barriers.q_full(q_state.stage), q_state.parity);
-        const KeySpan span = s_key_span[q_state.stage];
-        __syncwarp();
-        if (lane_idx == 0) mbarrier_arrive(barriers.q_empty(q_state.stage));
-        q_state.advance();
-        if (span.clean != 0) return;
-        tile.clip(span);
         const int64_t row = mask_row_offset(p, tile.b, tile.h, 0);
-        for (int j0 = tile.first; j0 < tile.last; j0 += kBlockN) {
-          float values[(kBlockN + 31) / 32];
-          bool masked = false;
+        const int head = tile.b * static_cast<int>(p.heads) + (p.mask_stride_head != 0 ? tile.h : 0);
+        if (Tile::kSplit || head != span_head) {
+          span_head = head;
+          const KeySpan found = key_span<T>(w, row, Tile::kSplit ? tile.first : 0, Tile::kSplit ? tile.last : band.end);
+          __syncwarp();
+          if (lane_idx == 0) s_last_span = found;
+          __syncwarp();
+        }
+        const KeySpan span = s_last_span;
+        if (lane_idx == 0) {
+          mbarrier_wait(barriers.q_empty(q_state.stage), q_state.parity ^ 1);
+          s_key_span[q_state.stage] = span;
+          mbarrier_arrive(barriers.span_full(q_state.stage));
+        }
+        q_state.advance();
+        tile.clip(span);
+        float values[(kBlockN + 31) / 32];
+        const auto load_values = [&](int j0) {
 #pragma unroll
           for (int i = 0; i < kBlockN; i += 32) {
             const int j = j0 + i + lane_idx;
-            values[i / 32] = j < band.end ? key_mask_value<T>(w, row + j * p.mask_stride_key) : 0.0F;
-            masked |= values[i / 32] != 0.0F;
+            values[i / 32] = span.clean == 0 && j < tile.last ? key_mask_value<T>(w, row + j * p.mask_stride_key) : 0.0F;
           }
-          masked = __any_sync(kFullWarp, masked);
-          mbarrier_wait(barriers.mask_empty(state.stage), state.parity ^ 1);
+        };
+        load_values(tile.first);
+        for (int j0 = tile.first; j0 < tile.last; j0 += kBlockN) {
+          bool masked = false;
 #pragma unroll
-          for (int i = 0; i < kBlockN; i += 32) {
-            if (i + lane_idx < kBlockN) s_keys_mask[state.stage][i + lane_idx] = values[i / 32];
+          for (int i = 0; i < kBlockN; i += 32) masked |= values[i / 32] != 0.0F;
+          masked = __any_sync(kFullWarp, masked);
+          mbarrier_wait(barriers.k_empty(state.stage), state.parity ^ 1);
+          if (masked) {
+#pragma unroll
+            for (int i = 0; i < kBlockN; i += 32) {
+              if (i + lane_idx < kBlockN) s_keys_mask[state.stage][i + lane_idx] = values[i / 32];
+            }
           }
           if (lane_idx == 0) s_keys_masked[state.stage] = masked ? 1 : 0;
-          mbarrier_arrive(barriers.mask_full(state.stage));
+          load_values(j0 + kBlockN);
+          mbarrier_arrive(barriers.k_full(state.stage));
           state.advance();
         }
       });
@@ -555,7 +569,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm) attention_
 
   if constexpr (Tile::kProducerRegisters > 0) registers_increase<Tile::kConsumerRegisters>();
   const int consumer_idx = warp_idx / 4 - 1;
-  const int g = lane_idx / 4, t = lane_idx % 4;
+  const bool may_be_large = Tile::kRows || Tile::kAny || keys_mask;
   const int warp_row = consumer_idx * 64 + warp_idx % 4 * 16;  // in the tile
   // Token: barrier 1 + i lets consumer i issue; 256 threads, those of consumer i and of the one before it.
   const int own_token = 1 + consumer_idx, next_token = 1 + (consumer_idx + 1) % Tile::kConsumers;
@@ -592,43 +606,28 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm) attention_
   };
 
   const int rows = static_cast<int>(p.q_len);
-  PipelineState<kStages> k_state, v_state, mask_state;
+  PipelineState<kStages> k_state, v_state;
   for_each_item<Tile>(w, [&](WgmmaItem tile, const KeyBand& band) {
-    const int row0 = tile.row0 + warp_row + g;  // rows row0 and row0 + 8 of this thread
     softmax.reset();
 #pragma unroll
     for (int i = 0; i < kDim / 2; ++i) acc[i] = 0.0F;
 
     if (tile.first < tile.last) {
       mbarrier_wait(barriers.q_full(q_state.stage), q_state.parity);
-      bool item_mask = mask_tiles;  // whether mask tiles come with the keys
-      if (keys_mask) {
-        item_mask = s_key_span[q_state.stage].clean == 0;
-        tile.clip(s_key_span[q_state.stage]);
-      }
-      // Tiles within [all_first, all_last) are seen whole by every row of this warp: only the others need a check of each score.
-      const int all_first = band.first(Tile::kSplit ? rows - 1 : min(tile.row0 + warp_row + 15, rows - 1));
-      const int all_last = min(band.last(Tile::kSplit ? 0 : min(tile.row0 + warp_row, rows - 1)), tile.last);
-      int first[2], last[2];
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const int r = row0 + 8 * half;
-        const int i = Tile::kSplit ? static_cast<int>(static_cast<unsigned>(r) % static_cast<unsigned>(rows)) : min(r, rows - 1);
-        first[half] = band.first(i) - 2 * t;
-        last[half] = min(band.last(i), tile.last) - 2 * t;
-      }
+      if (keys_mask) tile.clip(s_key_span[q_state.stage]);
+      // Tiles within [all_first, all_last), up to tile.last, are seen whole by every row of this warp: only the others need a
+      // check of each score. Without the bounds of KeyBand, so that this stays within uniform registers.
+      const int all_first = band.left + (Tile::kSplit ? rows - 1 : tile.row0 + warp_row + 15);
+      const int all_last = band.right + (Tile::kSplit ? 0 : tile.row0 + warp_row);
 
-      // Scores of the tile at j0 to the state that turns them into weights.
-      const auto begin_softmax = [&](int j0) {
-        float factor = Tile::kScores ? p.scale : w.a.p.scale;
-        if constexpr (Tile::kScores) {
-          bool masked = w.mask_tiles != MaskTiles::kNone && !keys_mask;
-          const int stage = mask_state.stage;
-          if (item_mask) {
-            mbarrier_wait(barriers.mask_full(stage), mask_state.parity);
-            if (keys_mask) masked = s_keys_masked[stage] != 0;
-          }
-          if (w.scores || masked) {
+      // What stands between products and the softmax, for the tile at j0; `check`: in any case whether a row sees its keys.
+      // Returns the factor that is left to be applied.
+      const auto finish_scores = [&](int j0, bool check) {
+        float factor = w.a.p.scale;
+        const int stage = k_state.stage;
+        const bool masked = keys_mask ? s_keys_masked[stage] != 0 : Tile::kRows && w.mask_tiles != MaskTiles::kNone;
+        if (masked || (Tile::kAny && w.scores)) {
+          if constexpr (Tile::kAny) {
             if (p.softcap != 0.0F) {
               const float in = w.a.score_scale * (2.0F * kLog2e);
 #pragma unroll
@@ -637,65 +636,66 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm) attention_
               }
               factor = 1.0F;
             }
-            if (masked && keys_mask) {
-              const uint32_t values = smem_address(&s_keys_mask[stage][2 * t]);
+          }
+          // mask_pair(n, half): the values for registers 4 n + 2 half and the one after it.
+          const auto add_mask = [&](auto mask_pair) {
 #pragma unroll
-              for (int n = 0; n < kBlockN / 8; ++n) {
-                const float2 m = load_shared_float2(values + n * 32);
-#pragma unroll
-                for (int half = 0; half < 2; ++half) {
-                  if constexpr (Tile::kSplit) {  // the merge takes no NaN from keys that have no weight
-                    if (m.x == -INFINITY) s[4 * n + 2 * half] = 0.0F;
-                    if (m.y == -INFINITY) s[4 * n + 2 * half + 1] = 0.0F;
-                  }
-                  s[4 * n + 2 * half] = fmaf(s[4 * n + 2 * half], factor, m.x);
-                  s[4 * n + 2 * half + 1] = fmaf(s[4 * n + 2 * half + 1], factor, m.y);
-                }
+            for (int i = 0; i < kBlockN / 2; i += 2) {
+              const float2 m = mask_pair(i / 4, i / 2 % 2);
+              s[i] = fmaf(s[i], factor, m.x);
+              s[i + 1] = fmaf(s[i + 1], factor, m.y);
+            }
+          };
+          if (!(Tile::kRows || Tile::kAny) || (masked && keys_mask)) {
+            const uint32_t values = smem_address(&s_keys_mask[stage][lane_in_place() % 4 * 2]);
+            add_mask([&](int n, int half) {
+              const float2 m = load_shared_float2(values + n * 32);
+              if constexpr (Tile::kSplit) {  // the merge takes no NaN from keys that have no weight
+                if (m.x == -INFINITY) s[4 * n + 2 * half] = 0.0F;
+                if (m.y == -INFINITY) s[4 * n + 2 * half + 1] = 0.0F;
               }
-            } else if (w.mask_tiles == MaskTiles::kRows16) {
-              const uint32_t rows = sMask + stage * Tile::kBytesMask + (warp_row + g) * 128 + 4 * t;
+              return m;
+            });
+            factor = 1.0F;
+          } else if (Tile::kRows && w.mask_tiles == MaskTiles::kRows16) {
+            const int lane = lane_in_place(), g = lane / 4;
+            const uint32_t own = sMask + stage * Tile::kBytesMask + (warp_row + g) * 128 + g * 16 + lane % 4 * 4;
+            add_mask([&](int n, int half) {
+              return unpack_half2<T>(load_shared_u32((own ^ (n % 8 * 16)) + n / 8 * kBlockM * 128 + half * 8 * 128));
+            });
+            factor = 1.0F;
+          } else if (Tile::kRows && (!Tile::kAny || w.mask_tiles == MaskTiles::kRowsBool)) {
+            const int lane = lane_in_place(), g = lane / 4;
+            const uint32_t own = sMask + stage * Tile::kBytesMask + (warp_row + g) * 128 + g * 16 + lane % 4 * 2;
 #pragma unroll
-              for (int n = 0; n < kBlockN / 8; ++n) {
-#pragma unroll
-                for (int half = 0; half < 2; ++half) {
-                  const float2 m = unpack_half2<T>(load_shared_u32(rows + n / 8 * kBlockM * 128 + half * 8 * 128 + (((n % 8) ^ g) << 4)));
-                  s[4 * n + 2 * half] = fmaf(s[4 * n + 2 * half], factor, m.x);
-                  s[4 * n + 2 * half + 1] = fmaf(s[4 * n + 2 * half + 1], factor, m.y);
-                }
-              }
-            } else if (w.mask_tiles == MaskTiles::kRowsBool) {
-              const uint32_t rows = sMask + stage * Tile::kBytesMask + (warp_row + g) * 128 + 2 * t;
-#pragma unroll
-              for (int n = 0; n < kBlockN / 8; ++n) {
-#pragma unroll
-                for (int half = 0; half < 2; ++half) {
-                  const uint32_t m = load_shared_u16(rows + n / 16 * kBlockM * 128 + half * 8 * 128 + (((n % 16 / 2) ^ g) << 4) + n % 2 * 8);
-                  s[4 * n + 2 * half] = (m & 0xffU) != 0 ? s[4 * n + 2 * half] * factor : -INFINITY;
-                  s[4 * n + 2 * half + 1] = (m & 0xff00U) != 0 ? s[4 * n + 2 * half + 1] * factor : -INFINITY;
-                }
-              }
-            } else if (!Tile::kSplit && w.mask_tiles == MaskTiles::kRowsLoads) {
-              if (p.mask_dtype == DType::kBool) {
-                add_loaded_mask<uint8_t>(s, w, tile, row0, j0 + 2 * t, factor);
-              } else {
-                add_loaded_mask<T>(s, w, tile, row0, j0 + 2 * t, factor);
-              }
+            for (int i = 0; i < kBlockN / 2; i += 2) {
+              const int n = i / 4, half = i / 2 % 2;
+              const uint32_t m = load_shared_u16((own ^ (n % 16 / 2 * 16)) + n / 16 * kBlockM * 128 + half * 8 * 128 + n % 2 * 8);
+              if ((m & 0xffU) == 0) s[i] = -INFINITY;
+              if ((m & 0xff00U) == 0) s[i + 1] = -INFINITY;
+            }
+          } else if (Tile::kRows && w.mask_tiles == MaskTiles::kRowsLoads) {
+            const int lane = lane_in_place(), row0 = tile.row0 + warp_row + lane / 4, column = j0 + lane % 4 * 2;
+            if (p.mask_dtype == DType::kBool) {
+              add_loaded_mask<uint8_t>(s, w, tile, row0, column, factor);
             } else {
-#pragma unroll
-              for (int i = 0; i < kBlockN / 2; ++i) s[i] *= factor;
+              add_loaded_mask<T>(s, w, tile, row0, column, factor);
             }
             factor = 1.0F;
           }
-          if (item_mask) {
-            __syncwarp();
-            arrive(barriers.mask_empty(stage));
-            mask_state.advance();
+          if (Tile::kAny && !(factor > 0.0F)) {
+#pragma unroll
+            for (int i = 0; i < kBlockN / 2; ++i) s[i] *= factor;
+            factor = 1.0F;
           }
         }
-        if (j0 < all_first || j0 + kBlockN > all_last) {
+        if (check || j0 < all_first || j0 + kBlockN > all_last || j0 + kBlockN > tile.last) {
+          const int lane = lane_in_place(), column = j0 + lane % 4 * 2;
 #pragma unroll
           for (int half = 0; half < 2; ++half) {
-            const int lo = first[half] - j0, hi = last[half] - j0;
+            const int r = tile.row0 + warp_row + lane / 4 + 8 * half;
+            const int i = Tile::kSplit ? static_cast<int>(static_cast<unsigned>(r) % static_cast<unsigned>(rows)) : min(r, rows - 1);
+            const int lo = band.first(i) - column, hi = min(band.last(i), tile.last) - column;
 #pragma unroll
             for (int n = 0; n < kBlockN / 8; ++n) {
 #pragma unroll
@@ -705,7 +705,40 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm) attention_
             }
           }
         }
-        softmax.begin(s, factor);
+        return factor;
+      };
+      // Scores of this warp's rows once more, with mma: wgmma takes all four warps, of which the others may have no need.
+      const auto repeat_scores = [&] {
+#pragma unroll
+        for (int i = 0; i < kBlockN / 2; ++i) s[i] = 0.0F;
+        // Rows for ldmatrix, and within them chunks of 16 bytes, which the swizzle swaps by the row's number % 8.
+        const int lane = lane_in_place();
+        const uint32_t own_q =
+            sQ + q_state.stage * Tile::kBytesQ + (warp_row + lane % 16) * 128 + (lane / 16 ^ lane % 8) * 16;
+        const uint32_t own_k =
+            sK + k_state.stage * Tile::kBytesK + (lane / 16 * 8 + lane % 8) * 128 + (lane / 8 % 2 ^ lane % 8) * 16;
+        constexpr int kTiles = 2;  // of 16 keys at a time: more would take more registers than there are
+#pragma unroll
+        for (int n0 = 0; n0 < kBlockN / 16; n0 += kTiles) {
+#pragma unroll 1
+          for (int kk = 0; kk < (kDim + 15) / 16; ++kk) {
+            uint32_t rQ[4];
+            ldmatrix_x4(rQ, (own_q ^ kk % 4 * 32) + kk / 4 * kBlockM * 128);
+#pragma unroll
+            for (int n = n0; n < n0 + kTiles && n < kBlockN / 16; ++n) {
+              uint32_t rK[4];
+              ldmatrix_x4(rK, (own_k ^ kk % 4 * 32) + kk / 4 * kBlockN * 128 + n * 16 * 128);
+              mma_m16n8k16<T>(*reinterpret_cast<float(*)[4]>(&s[8 * n]), rQ, rK[0], rK[1]);
+              mma_m16n8k16<T>(*reinterpret_cast<float(*)[4]>(&s[8 * n + 4]), rQ, rK[2], rK[3]);
+            }
+          }
+        }
+      };
+      // The keys and the mask of a tile are not needed any more.
+      const auto hand_back_scores = [&] {
+        __syncwarp();
+        arrive(barriers.k_empty(k_state.stage));
+        k_state.advance();
       };
       const auto pack_weights = [&] {
 #pragma unroll
@@ -719,7 +752,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm) attention_
       int own_first = tile.first, own_last = tile.last;
       if constexpr (!Tile::kSplit && Tile::kConsumers > 1) {
         const int wg_row = tile.row0 + consumer_idx * 64;
-        if (wg_row < rows && (!Tile::kRests || consumer_idx * 64 < tile.rows)) {
+        if (wg_row < rows) {
           own_first += max(0, band.first(wg_row) - tile.first) / kBlockN * kBlockN;
           own_last = min(own_last, band.last(min(wg_row + 63, rows - 1)));
         } else {
@@ -732,20 +765,16 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm) attention_
       // for the product with v: a branch, across which the compiler does not move that wait. Left to itself it waits for the
       // product before the softmax that should hide it.
       const auto wait_for_scores = [&](int j0) {
-        if (j0 < own_last) mbarrier_wait(barriers.k_full(k_state.stage), k_state.parity);
+        PipelineState<kStages> next = k_state;
+        next.advance();
+        if (j0 < own_last) mbarrier_wait(barriers.k_full(next.stage), next.parity);
       };
 
       // Hands a tile back. Every warpgroup passes the token once for each tile but one, whether or not it multiplies.
       int passes = any ? 0 : -1;
       const auto skip = [&] {
         mbarrier_wait(barriers.k_full(k_state.stage), k_state.parity);
-        arrive(barriers.k_empty(k_state.stage));
-        if (Tile::kScores && item_mask) {
-          mbarrier_wait(barriers.mask_full(mask_state.stage), mask_state.parity);
-          arrive(barriers.mask_empty(mask_state.stage));
-          mask_state.advance();
-        }
-        k_state.advance();
+        hand_back_scores();
         mbarrier_wait(barriers.v_full(v_state.stage), v_state.parity);
         arrive(barriers.v_empty(v_state.stage));
         v_state.advance();
@@ -763,13 +792,12 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm) attention_
         issue_scores(k_state.stage);
         wgmma_wait<0>();
         wgmma_pin(s);
-        arrive(barriers.k_empty(k_state.stage));
-        begin_softmax(own_first);
-        softmax.template weigh<0, kBlockN / 2>(s);
+        float correction[2];
+        softmax.redo(s, finish_scores(own_first, false), may_be_large, correction);
         softmax.end();
-        k_state.advance();
         pack_weights();
         wait_for_scores(own_first + kBlockN);
+        hand_back_scores();
 
         // Mainloop: scores of the tile at j0, values of the one before.
         for (int j0 = own_first + kBlockN; j0 < own_last; j0 += kBlockN) {
@@ -780,23 +808,22 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm) attention_
           if constexpr (Tile::kConsumers > 1) named_barrier_arrive(next_token, 256);
           wgmma_wait<1>();
           wgmma_pin(s);
-          arrive(barriers.k_empty(k_state.stage));
-          begin_softmax(j0);
-          k_state.advance();
-          constexpr int kBefore = Tile::kExponentialsLast ? kBlockN / 32 * 8 : kBlockN / 2;
-          softmax.template weigh<0, kBefore>(s);
+          softmax.go_on(finish_scores(j0, false));
+          softmax.weigh(s);
           wgmma_pin(s);
           wait_for_scores(j0 + kBlockN);
           wgmma_wait<0>();
           wgmma_pin(acc);
           arrive(barriers.v_empty(v_state.stage));
           v_state.advance();
-          softmax.template weigh<kBefore, kBlockN / 2>(s);
-          softmax.end();
-          if (softmax.rescale) {
+          if (softmax.must_redo()) {
+            repeat_scores();
+            softmax.redo(s, finish_scores(j0, true), may_be_large, correction);
 #pragma unroll
-            for (int i = 0; i < kDim / 2; ++i) acc[i] *= softmax.correction[i / 2 % 2];
+            for (int i = 0; i < kDim / 2; ++i) acc[i] *= correction[i / 2 % 2];
           }
+          hand_back_scores();
+          softmax.end();
           pack_weights();
         }
         arrive(barriers.q_empty(q_state.stage));
@@ -813,6 +840,8 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm) attention_
       const int own_end = any ? tile.first + (own_last - tile.first + kBlockN - 1) / kBlockN * kBlockN : own_first;
       for (int j0 = own_end; j0 < tile.last; j0 += kBlockN) skip();
     }
+
+    const int t = lane_in_place() % 4, row0 = tile.row0 + warp_row + lane_in_place() / 4;
 
     // Epilogue of a split: y and the softmax's state, to be merged.
     if (Tile::kSplit && w.a.splits > 1) {
@@ -837,14 +866,14 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm) attention_
     // Epilogue: y goes out of the registers in 16-byte chunks, four of a row at a time.
     const auto head_of = [&](int r) { return Tile::kSplit ? tile.h + r / rows : tile.h; };
     const auto query_of = [&](int r) { return Tile::kSplit ? r % rows : r; };
-    const int item_rows = Tile::kSplit ? rows * w.a.group : Tile::kRests ? min(rows, tile.row0 + tile.rows) : rows;
+    const int item_rows = Tile::kSplit ? rows * w.a.group : rows;
     unsigned spoilt[2];
     T* const y = static_cast<T*>(p.y) + tile.b * p.y_strides.batch;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const float sum = warp_sum<4>(softmax.sum[half]);
       const float inverse = sum == 0.0F ? 0.0F : 1.0F / sum;
-      bool redo = isnan(sum) || softmax.is_spoilt(half);
+      bool redo = isnan(sum) || softmax.is_spoilt(half, may_be_large);
       const int r_idx = row0 + 8 * half;
       T* const y_row = y + head_of(r_idx) * p.y_strides.head + query_of(r_idx) * p.y_strides.seq;
 #pragma unroll
@@ -901,13 +930,14 @@ bool mask_allows_tma(const AttentionParams& p) {
 }
 
 // Parts into which the keys of a split launch are cut: what gives the shortest longest list of tiles to a multiprocessor, if
-// an item costs one tile and a half more than its tiles, and merging as much.
+// an item costs 192 keys more than it has, and merging as much.
 int wgmma_splits(const AttentionParams& p, const DeviceInfo& device, int64_t block_n) {
   const int64_t tiles = ceil_div(p.total_len(), block_n), heads = p.batch * p.kv_heads;
   int best = 1;
   int64_t best_cost = INT64_MAX;
   for (int splits = 1; splits <= 128 && splits <= tiles; ++splits) {
-    const int64_t cost = ceil_div(heads * splits, device.sm_count) * (2 * ceil_div(tiles, splits) + 3) + (splits > 1 ? 3 : 0);
+    const int64_t cost =
+        ceil_div(heads * splits, device.sm_count) * (ceil_div(tiles, splits) * block_n + 192) + (splits > 1 ? 192 : 0);
     if (cost < best_cost) {
       best_cost = cost;
       best = splits;
@@ -941,24 +971,6 @@ Status launch_wgmma_typed(const AttentionParams& params, const ExecContext& cont
   w.a = make_attention_launch(p);
   w.a.tiles = ceil_div(p.q_len, Tile::kBlockM);
   w.items = static_cast<int>(w.a.tiles * p.heads * p.batch);
-  // The rows that whole tiles leave over, in items of 64, if that makes the longest list shorter; such an item takes half the
-  // time of a whole one.
-  if constexpr (Tile::kRests) {
-    w.whole_items = w.items;
-    w.whole_tiles = static_cast<int>(w.a.tiles);
-    if (!p.is_causal) {
-      const int whole_tiles = static_cast<int>(p.q_len / Tile::kBlockM);
-      const int64_t heads = p.heads * p.batch, whole_items = whole_tiles * heads;
-      const int64_t rests = ceil_div(p.q_len - whole_tiles * Tile::kBlockM, 64) * heads;
-      const int64_t sms = context.device->sm_count, rounds = ceil_div(whole_items, sms);
-      const int64_t left = std::max<int64_t>(0, rests - (rounds * sms - whole_items));
-      if (whole_items > 0 && 2 * rounds + ceil_div(left, sms) < 2 * ceil_div(w.items, sms)) {
-        w.whole_items = static_cast<int>(whole_items);
-        w.whole_tiles = whole_tiles;
-        w.items = static_cast<int>(whole_items + rests);
-      }
-    }
-  }
   w.q_bytes = Tile::kBytesQ;
   if constexpr (Tile::kSplit) {
     ORTPLUGINS_RETURN_IF_ERROR(split_launch(wgmma_splits(p, *context.device, Tile::kBlockN), context, &w.a));
@@ -996,6 +1008,7 @@ Status launch_wgmma_typed(const AttentionParams& params, const ExecContext& cont
   } else {
     w.mask_has_batch = p.mask_stride_batch != 0;
     w.mask_has_head = p.mask_stride_head != 0;
+    w.batch_inner = w.mask_has_head && !w.mask_has_batch;
     const int64_t dims[4] = {p.mask_len, p.q_len, w.mask_has_head ? p.heads : 1, w.mask_has_batch ? p.batch : 1};
     // A dimension of one still needs a stride; any multiple of 16 bytes.
     const int64_t strides[4] = {1, p.mask_stride_seq, w.mask_has_head ? p.mask_stride_head : p.mask_stride_seq,
@@ -1022,18 +1035,31 @@ Status launch_wgmma_tile(const AttentionParams& params, const ExecContext& conte
   return dispatch_half(params.dtype, [&](auto tag) { return launch_wgmma_typed<typename decltype(tag)::type, Tile>(params, context); });
 }
 
-bool is_plain(const AttentionParams& p) { return p.mask_dtype == DType::kNone && p.softcap == 0.0F && p.scale > 0.0F; }
+Scores scores_of(const AttentionParams& p) {
+  if (p.softcap != 0.0F || !(p.scale > 0.0F)) return Scores::kAny;
+  if (p.mask_dtype == DType::kNone || mask_is_keys(p)) return Scores::kFactor;
+  return mask_allows_tma(p) ? Scores::kRows : Scores::kAny;
+}
 
-template <class Plain, class Scores = Plain>
+// Tiles in the order of Scores. Without one of the last the variant does not support what it is for.
+template <class Factor, class Rows = Factor, class Any = Rows>
 Status launch_wgmma(const AttentionParams& params, const ExecContext& context) {
   bool done = false;
   ORTPLUGINS_RETURN_IF_ERROR(attention_prologue(params, context, &done));
   if (done) return {};
-  return is_plain(params) ? launch_wgmma_tile<Plain>(params, context) : launch_wgmma_tile<Scores>(params, context);
+  switch (scores_of(params)) {
+    case Scores::kFactor:
+      return launch_wgmma_tile<Factor>(params, context);
+    case Scores::kRows:
+      return launch_wgmma_tile<Rows>(params, context);
+    case Scores::kAny:
+      break;
+  }
+  return launch_wgmma_tile<Any>(params, context);
 }
 
 // Smaller heads are padded: the copy engine brings zeros without reading them, and the products are not what limits it.
-using SplitTile = WgmmaTile<128, 128, 1, 2, true, true>;
+using SplitTile = WgmmaTile<128, 96, 1, 4, Scores::kAny, true>;
 
 }  // namespace
 
@@ -1054,7 +1080,10 @@ bool attention_wgmma_supports(const AttentionParams& p, const DeviceInfo& device
 }
 
 bool attention_wgmma_supports_plain(const AttentionParams& p, const DeviceInfo& device, int64_t dim) {
-  return is_plain(p) && attention_wgmma_supports(p, device, dim);
+  return scores_of(p) == Scores::kFactor && attention_wgmma_supports(p, device, dim);
+}
+bool attention_wgmma_supports_rows(const AttentionParams& p, const DeviceInfo& device, int64_t dim) {
+  return scores_of(p) != Scores::kAny && attention_wgmma_supports(p, device, dim);
 }
 
 // A key's mask must be the same for all rows of a tile: those of a group of heads.
@@ -1082,34 +1111,37 @@ Status launch_attention_wgmma_256x40(const AttentionParams& params, const ExecCo
   return launch_wgmma<WgmmaTile<40, 64, 4, 4>>(params, context);
 }
 Status launch_attention_wgmma_256x64(const AttentionParams& params, const ExecContext& context) {
-  return launch_wgmma<WgmmaTile<64, 64, 4, 4>>(params, context);
+  return launch_wgmma<WgmmaTile<64, 64, 4, 4>, WgmmaTile<64, 64, 4, 3, Scores::kRows>>(params, context);
 }
 Status launch_attention_wgmma_256x72(const AttentionParams& params, const ExecContext& context) {
   return launch_wgmma<WgmmaTile<72, 64, 4, 4>>(params, context);
 }
 Status launch_attention_wgmma_64x64(const AttentionParams& params, const ExecContext& context) {
-  return launch_wgmma<WgmmaTile<64, 64, 1, 2>, WgmmaTile<64, 64, 1, 2, true>>(params, context);
+  return launch_wgmma<WgmmaTile<64, 64, 1, 2>, WgmmaTile<64, 64, 1, 2, Scores::kRows>>(params, context);
 }
 Status launch_attention_wgmma_64(const AttentionParams& params, const ExecContext& context) {
-  return launch_wgmma<WgmmaTile<64, 128, 2, 2>, WgmmaTile<64, 128, 2, 2, true>>(params, context);
+  return launch_wgmma<WgmmaTile<64, 128, 2, 2>, WgmmaTile<64, 128, 2, 2, Scores::kAny>>(params, context);
 }
-Status launch_attention_wgmma_192x80(const AttentionParams& params, const ExecContext& context) {
-  return launch_wgmma<WgmmaTile<80, 112, 3, 2>>(params, context);
+Status launch_attention_wgmma_256x80(const AttentionParams& params, const ExecContext& context) {
+  return launch_wgmma<WgmmaTile<80, 48, 4, 4>>(params, context);
+}
+Status launch_attention_wgmma_256x96(const AttentionParams& params, const ExecContext& context) {
+  return launch_wgmma<WgmmaTile<96, 48, 4, 3>>(params, context);
 }
 Status launch_attention_wgmma_80(const AttentionParams& params, const ExecContext& context) {
-  return launch_wgmma<WgmmaTile<80, 128, 2, 2>, WgmmaTile<80, 128, 2, 2, true>>(params, context);
+  return launch_wgmma<WgmmaTile<80, 128, 2, 2>, WgmmaTile<80, 128, 2, 2, Scores::kAny>>(params, context);
 }
 Status launch_attention_wgmma_96(const AttentionParams& params, const ExecContext& context) {
-  return launch_wgmma<WgmmaTile<96, 128, 2, 2>, WgmmaTile<96, 128, 2, 2, true>>(params, context);
+  return launch_wgmma<WgmmaTile<96, 128, 2, 2>, WgmmaTile<96, 128, 2, 2, Scores::kAny>>(params, context);
 }
 Status launch_attention_wgmma_128(const AttentionParams& params, const ExecContext& context) {
-  return launch_wgmma<WgmmaTile<128, 128, 2, 2>, WgmmaTile<128, 128, 2, 2, true>>(params, context);
+  return launch_wgmma<WgmmaTile<128, 128, 2, 2>, WgmmaTile<128, 128, 2, 2, Scores::kAny>>(params, context);
 }
 Status launch_attention_wgmma_192(const AttentionParams& params, const ExecContext& context) {
-  return launch_wgmma<WgmmaTile<192, 96, 2, 2>, WgmmaTile<192, 64, 2, 2, true>>(params, context);
+  return launch_wgmma<WgmmaTile<192, 96, 2, 2>, WgmmaTile<192, 64, 2, 2, Scores::kAny>>(params, context);
 }
 Status launch_attention_wgmma_256(const AttentionParams& params, const ExecContext& context) {
-  return launch_wgmma<WgmmaTile<256, 80, 2, 2>, WgmmaTile<256, 48, 2, 2, true>>(params, context);
+  return launch_wgmma<WgmmaTile<256, 80, 2, 2>, WgmmaTile<256, 48, 2, 2, Scores::kAny>>(params, context);
 }
 
 }  // namespace ortplugins

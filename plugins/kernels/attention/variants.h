@@ -48,7 +48,8 @@ int64_t attention_fp16x3_128_workspace(const AttentionParams& params, const Devi
 int64_t attention_fp16_64_workspace(const AttentionParams& params, const DeviceInfo& device);
 int64_t attention_fp16_128_workspace(const AttentionParams& params, const DeviceInfo& device);
 bool attention_wgmma_supports(const AttentionParams& params, const DeviceInfo& device, int64_t dim);  // heads of at most `dim`
-bool attention_wgmma_supports_plain(const AttentionParams& params, const DeviceInfo& device, int64_t dim);  // and no masks
+bool attention_wgmma_supports_plain(const AttentionParams& params, const DeviceInfo& device, int64_t dim);  // and masks of keys
+bool attention_wgmma_supports_rows(const AttentionParams& params, const DeviceInfo& device, int64_t dim);  // and masks of rows
 bool attention_wgmma_split_supports(const AttentionParams& params, const DeviceInfo& device);
 int64_t attention_wgmma_split_workspace(const AttentionParams& params, const DeviceInfo& device);
 Status launch_attention_wgmma_split(const AttentionParams& params, const ExecContext& context);
@@ -57,7 +58,8 @@ Status launch_attention_wgmma_256x64(const AttentionParams& params, const ExecCo
 Status launch_attention_wgmma_256x72(const AttentionParams& params, const ExecContext& context);
 Status launch_attention_wgmma_64x64(const AttentionParams& params, const ExecContext& context);
 Status launch_attention_wgmma_64(const AttentionParams& params, const ExecContext& context);
-Status launch_attention_wgmma_192x80(const AttentionParams& params, const ExecContext& context);
+Status launch_attention_wgmma_256x80(const AttentionParams& params, const ExecContext& context);
+Status launch_attention_wgmma_256x96(const AttentionParams& params, const ExecContext& context);
 Status launch_attention_wgmma_80(const AttentionParams& params, const ExecContext& context);
 Status launch_attention_wgmma_96(const AttentionParams& params, const ExecContext& context);
 Status launch_attention_wgmma_128(const AttentionParams& params, const ExecContext& context);
