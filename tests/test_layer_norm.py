@@ -4,7 +4,17 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from kernel_harness import EPSILON, assert_close, misaligned, numpy_dtype, random_tensor, run_variant, table_params, variant_params
+from kernel_harness import (
+    EPSILON,
+    RUNTIME_ROWS,
+    assert_close,
+    misaligned,
+    numpy_dtype,
+    random_tensor,
+    run_variant,
+    table_params,
+    variant_params,
+)
 from onnx import helper
 from ort_models import make_model, make_session, run_model, run_op, value_info
 from reference import layer_norm_reference
@@ -85,11 +95,15 @@ def test_optional_tensors(variant, dtype, present, norm):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_y_is_the_norm_of_the_written_sum(variant, dtype, cols):
-    """Bit by bit, whether or not the sum is written."""
+    """Bit by bit, whether or not the sum is written, by every row. A session chooses a row for each of the three problems,
+    whose sums may be in another order: there each is near float64."""
     inputs = tensors(np.random.default_rng(cols), [(3, cols), (3, cols), None, None, (cols,)], dtype)
     y, total = check(variant, inputs)
-    np.testing.assert_array_equal(y, run_variant(OP, variant, inputs)[0])
-    np.testing.assert_array_equal(y, run_variant(OP, variant, [total])[0])
+    for same in (inputs, [total]):
+        if variant.name in RUNTIME_ROWS and variant.device == "cuda":
+            check(variant, same, output_count=1)
+        else:
+            np.testing.assert_array_equal(y, run_variant(OP, variant, same)[0])
 
 
 @pytest.mark.parametrize("offset", range(8))
