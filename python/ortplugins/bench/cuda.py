@@ -475,17 +475,21 @@ def error_of(out: torch.Tensor, reference: torch.Tensor, scale: torch.Tensor | f
     return float(((out.double() - reference).abs() / scale).max())
 
 
-def _measure(job: Job, min_seconds: float) -> Record:
-    side, workload, dtype = OPS[job.name], WORKLOADS[job.name], getattr(torch, job.dtype)
+def solved(job: Job, make_call: Callable[[Tensors, torch.Tensor], Call]) -> tuple[Tensors, torch.Tensor, float]:
+    """Inputs of a job, the output of the call that ``make_call`` makes of inputs and output, and its error against float64."""
+    side = OPS[job.name]
     torch.manual_seed(0)
-    op, attrs = workload.spec.name, side.attrs(job)
-    first = side.inputs(job, dtype)
-    reference, scale = side.reference(job, first)
-    out = torch.empty(reference.shape, dtype=dtype, device="cuda")
-    our_call(op, first, attrs, out)()
-    error = error_of(out, reference, scale)
-    del reference, scale
+    inputs = side.inputs(job, getattr(torch, job.dtype))
+    reference, scale = side.reference(job, inputs)
+    out = torch.full(reference.shape, torch.nan, dtype=getattr(torch, job.dtype), device="cuda")
+    make_call(inputs, out)()
+    return inputs, out, error_of(out, reference, scale)
 
+
+def _measure(job: Job, min_seconds: float) -> Record:
+    side, op = OPS[job.name], WORKLOADS[job.name].spec.name
+    attrs = side.attrs(job)
+    first, out, error = solved(job, lambda i, o: our_call(op, i, attrs, o))
     sets = buffer_sets(side, job, first, out)
     contenders: dict[str, Any] = {"ours": Captured([our_call(op, i, attrs, o) for i, o in sets])}
     add_rivals(contenders, side, job, sets)
@@ -515,15 +519,9 @@ SLOW_ROW = 3.0
 
 def _measure_choice(job: Job, min_seconds: float) -> ChoiceRecord:
     """Every row that takes the problem, in alternation; errors are those of the chosen one."""
-    side, workload, dtype = OPS[job.name], WORKLOADS[job.name], getattr(torch, job.dtype)
-    torch.manual_seed(0)
-    op, attrs = workload.spec.name, side.attrs(job)
-    first = side.inputs(job, dtype)
-    reference, scale = side.reference(job, first)
-    out = torch.empty(reference.shape, dtype=dtype, device="cuda")
-    our_call(op, first, attrs, out)()
-    error = error_of(out, reference, scale)
-    del reference, scale
+    side, op = OPS[job.name], WORKLOADS[job.name].spec.name
+    attrs = side.attrs(job)
+    first, out, error = solved(job, lambda i, o: our_call(op, i, attrs, o))
     chosen = native.choose(op, [device_tensor(t) for t in first], attrs, device="cuda")
     sets = buffer_sets(side, job, first, out)
     contenders = {chosen: Captured([our_call(op, i, attrs, o, chosen) for i, o in sets])}

@@ -141,32 +141,29 @@ def launch(kind: str, stage: str, tensors: Sequence[Address], sizes: Sizes, stre
 # --- Measurement ------------------------------------------------------------------------------------------------------
 
 
-def _measure(kind: str, stage: Stage, problem: dict[str, int], min_seconds: float) -> LadderRecord:
+def stage_call(kind: str, stage: str, tensors: Sequence[Any], sizes: Sizes) -> Callable[[], None]:
+    """A launch of a stage of the library on PyTorch's tensors, which it keeps, in PyTorch's current stream."""
     import torch
 
+    return lambda: launch(kind, stage, [t.data_ptr() for t in tensors], sizes, torch.cuda.current_stream().cuda_stream)
+
+
+def _measure(kind: str, stage: Stage, problem: dict[str, int], min_seconds: float) -> LadderRecord:
     from . import cuda
 
     job = cuda.Job(kind, problem, stage.dtype, stage.precision)
     side, op, sizes = cuda.OPS[kind], WORKLOADS[kind].spec.name, tuple(problem.values())
-    torch.manual_seed(0)
-    first = side.inputs(job, getattr(torch, stage.dtype))
-    reference, scale = side.reference(job, first)
-    out = torch.full(reference.shape, torch.nan, dtype=first[0].dtype, device="cuda")
 
-    def call(inputs: cuda.Tensors, y: torch.Tensor) -> cuda.Call:
+    def call(inputs: cuda.Tensors, y: Any) -> cuda.Call:
         if stage.variant is not None:
             return cuda.our_call(op, inputs, side.attrs(job), y, stage.variant or None)
         if stage.column_major_b:
             inputs = [inputs[0], inputs[1].t().contiguous()]
-        return lambda: launch(
-            kind, stage.name, [t.data_ptr() for t in (*inputs, y)], sizes, torch.cuda.current_stream().cuda_stream
-        )
+        return stage_call(kind, stage.name, (*inputs, y), sizes)
 
-    call(first, out)()
-    error = cuda.error_of(out, reference, scale)
+    first, out, error = cuda.solved(job, call)
     if not error <= _most_error(stage):
         raise OrtPluginsError(f"the stage {stage.name} of {kind} is wrong: its error is {error:.2g}")
-    del reference, scale
     sets = cuda.buffer_sets(side, job, first, out)
     contenders: dict[str, Any] = {"ours": cuda.Captured([call(i, o) for i, o in sets])}
     cuda.add_rivals(contenders, side, job, sets)
@@ -196,13 +193,6 @@ def _most_error(stage: Stage) -> float:
     return 2.0**-10 if stage.dtype == "float16" else 2.0**-11 if stage.precision == "tf32" else 1e-6
 
 
-def _error_records(progress: Callable[[str, float], None]) -> list[LadderRecord]:
-    from . import precision
-
-    progress("errors of products", 1.0)
-    return precision.run()
-
-
 def run(
     names: Sequence[str],
     *,
@@ -215,7 +205,7 @@ def run(
 
     ``profile``: also ask Nsight Compute. Where that says nothing, ``no_profile`` of the environment says why.
     """
-    from . import cuda
+    from . import cuda, precision
 
     environment = cuda.measure_environment(command, progress)
     jobs = [(kind, stage, problem) for kind in names for problem in PROBLEMS[kind] for stage in STAGES[kind]]
@@ -235,7 +225,10 @@ def run(
                 records[key].ladder["profile"] = values
         except OrtPluginsError as error:
             environment["no_profile"] = str(error)
-    errors = _error_records(progress) if "gemm" in names else []
+    errors = []
+    if "gemm" in names:
+        progress("errors of products", 1.0)
+        errors = precision.run()
     return environment, [*records.values(), *errors]
 
 

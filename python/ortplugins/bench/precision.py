@@ -12,7 +12,6 @@ from collections.abc import Iterator
 import torch
 
 from .. import native
-from ..ops import find
 from . import cuda, ladder
 from .records import LadderRecord
 
@@ -32,12 +31,7 @@ def _calls(a: torch.Tensor, b: torch.Tensor, y: torch.Tensor) -> Iterator[tuple[
     """The stages, the kernels that they are, and their launches."""
     sizes = (SIZE, SIZE, a.shape[1])
     for stage in ladder.PRODUCTS:
-        addresses = [t.data_ptr() for t in (a, b, y)]
-
-        def launch(name: str = stage.name) -> None:
-            ladder.launch("gemm", name, addresses, sizes, torch.cuda.current_stream().cuda_stream)
-
-        yield stage, stage.name, launch
+        yield stage, stage.name, ladder.stage_call("gemm", stage.name, (a, b, y), sizes)
     arguments = [cuda.device_tensor(a), cuda.device_tensor(b)]
     chosen = native.choose(_OP, arguments, {"precision": "ieee"}, device="cuda")
     ieee = ladder.Stage("ieee", "plain float32", precision="ieee")
@@ -80,7 +74,7 @@ def run() -> list[LadderRecord]:
                 error, bias, time = judged(call)
                 records.append(
                     LadderRecord(
-                        find(_OP).name,
+                        _OP,
                         {"m": SIZE, "n": SIZE, "k": depth},
                         "float32",
                         stage.precision,
