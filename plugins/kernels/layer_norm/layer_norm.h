@@ -12,7 +12,7 @@ namespace ortplugins {
 // A row is what is normalised together: `cols` neighbouring elements.
 //
 // s is x + bias + residual in float32, added in this order and rounded to the element type once. Statistics are those
-// of the rounded s: y does not depend on whether `sum` is asked for, and equals what a norm that reads `sum` would
+// of the rounded s: a variant gives the same y whether or not `sum` is asked for, and what a norm that reads `sum` would
 // give.
 struct LayerNormParams {
   const void* x = nullptr;
