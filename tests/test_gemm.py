@@ -263,7 +263,7 @@ ROWS_OF_16_BYTES = [
         for m, n, k in ((8, 8, 8), (128, 256, 128), (136, 264, 72), (136, 72, 2056))
     ),
     *(Case(f"rows16_few_{m}x{n}x{k}_b{t}", m, n, k, bias=(n,), residual=True, attrs=trans(0, t))
-      for t in (0, 1) for m, n, k in ((3, 72, 264), (8, 200, 40), (16, 136, 4104))),
+      for t in (0, 1) for m, n, k in ((3, 72, 264), (8, 200, 40), (16, 136, 4104), (16, 8712, 136), (5, 20008, 72))),
     Case("rows16_many_tiles", 2100, 2056, 72, bias=(2056,), residual=True, attrs={"activation": "gelu"}),
     Case("rows16_any_n", 70, 131, 72, bias=(131,), residual=True, attrs=trans(0, 1)),
     Case("rows16_bias_column", 130, 264, 72, bias=(130, 1), residual=True, attrs={"activation": "relu", "beta": 0.5}),

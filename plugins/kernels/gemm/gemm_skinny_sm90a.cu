@@ -1,18 +1,19 @@
 // Gemm with up to 16 rows: a stream of b, read once.
 //
-// Each warp works for itself: it takes tiles of up to 64 of k by 128 bytes of columns (b stored (k, n)) or 64 columns by 128
-// bytes of k (b stored (n, k)), brings them with the matching tile of a by TMA into its own ring, and multiplies them: float16
-// and bfloat16 by mma.sync, float32 by FFMA. A multiprocessor has 64 to 128 KB of b on their way, more than latency times
-// bandwidth takes (about 40 KB).
+// Each warp, or pair of warps side by side in n, works for itself: it takes tiles of up to 64 of k by 128 bytes of columns for
+// each warp (b stored (k, n)) or 64 columns by 128 bytes of k (b stored (n, k)), brings them with the matching tile of a by TMA
+// into its own ring, and multiplies them: float16 and bfloat16 by mma.sync, tf32 with more than 8 rows, too, float32 by FFMA. A
+// multiprocessor has 64 to 128 KB of b on their way, more than latency times bandwidth takes (about 40 KB).
 //
-// The warps of a block and the blocks of a cluster split k. At the end each warp sends its sums to the blocks that finish
-// them, column by column, and these add up what has come, always in the order of k. In float32, with more groups of columns
-// than multiprocessors, a block takes several, one after the other: the tiles of the next are on their way while it finishes
-// one (1 x 11008 x 4096 47 us, 50 with a block for each group).
+// The rings of a block and the blocks of a cluster split k. At the end each warp sends its sums to the blocks that finish
+// them, column by column, and these add up what has come, always in the order of k. With more groups of columns than
+// multiprocessors a block takes several, one after the other: the tiles of the next are on their way while it finishes one
+// (float32, 1 x 11008 x 4096 47 us, 50 with a block for each group).
 //
 // Memory must not rest between two kernels either. A block that starts while the kernel in front still runs asks L2 for its
 // first tiles of b: nothing is read by that, and what the other kernel may yet write to b goes through L2 as well. Other
 // kernels start when the last tiles of this one are on their way: what L2 was asked for long before is gone when it is read.
+// A multiprocessor has room for two blocks, so that those of the next kernel do not wait for the last of this one.
 #include "device/dependent_launch.h"
 #include "device/mma.h"
 #include "device/sm90.h"
@@ -28,20 +29,24 @@ constexpr int kBoxABytes = kRows * kRowBytes;  // 16 rows of a, 128 bytes of k
 
 struct SkinnyArgs {
   CUtensorMap a, b;
-  int rows_a;  // that a copy of a brings
-  int groups;     // of columns, Products::kCols each
-  bool one_wave;  // no more blocks, and groups, than multiprocessors
+  int rows_a;        // that a copy of a brings
+  int groups;        // of columns, Config::kCols each
+  int parts_offset, barriers_offset;  // in shared memory
+  bool one_wave;     // no more blocks, and groups, than multiprocessors
+  bool y_in_pairs;   // two neighbours of y may be stored at once
 };
 
 // The address of 16-byte chunk `chunk` of a row of a tile.
 __device__ __forceinline__ uint32_t chunk_address(uint32_t tile, int row, int chunk) { return tile + row * kRowBytes + ((chunk ^ (row & 7)) << 4); }
+__device__ __forceinline__ float2 load_shared_pair(uint32_t address) {
+  float2 v;
+  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];\n" : "=f"(v.x), "=f"(v.y) : "r"(address) : "memory");
+  return v;
+}
 __device__ __forceinline__ float4 load_shared(uint32_t address) {
   float4 v;
   asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];\n" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "r"(address) : "memory");
   return v;
-}
-__device__ __forceinline__ void store_cluster(uint32_t address, float x, float y) {
-  asm volatile("st.shared::cluster.v2.f32 [%0], {%1, %2};\n" ::"r"(address), "f"(x), "f"(y) : "memory");
 }
 
 // What the variants of a warp's products share: kCols columns of y, kDepth of k in a tile, and for each thread the sums of
@@ -153,6 +158,43 @@ struct FloatProducts {
   }
 };
 
+// tf32, b stored (k, n), by mma.sync m16n8k8: lane g = lane / 4, t = lane % 4. Of every eight k the products take 2 t as their t and
+// 2 t + 1 as their t + 4, and of a tile's columns 4 g + j as column g of product j: b comes in 16 bytes, from all banks.
+struct Tf32Products {
+  static constexpr int kCols = 32, kDepth = 32, kTileRows = kDepth, kBoxesA = 1;
+  float acc[kCols / 8][4] = {};
+
+  __device__ __forceinline__ void multiply(uint32_t tile_a, uint32_t tile_b, int lane_idx) {
+    const int g = lane_idx / 4, t = lane_idx % 4;
+    float sum[kCols / 8][4] = {};  // of one tile: the unit cuts off what it adds to a large sum
+#pragma unroll
+    for (int k = 0; k < kDepth; k += 8) {
+      const float2 upper = load_shared_pair(chunk_address(tile_a, g, k / 4 + t / 2) + t % 2 * 8);
+      const float2 lower = load_shared_pair(chunk_address(tile_a, g + 8, k / 4 + t / 2) + t % 2 * 8);
+      const uint32_t a[4] = {to_tf32(upper.x), to_tf32(lower.x), to_tf32(upper.y), to_tf32(lower.y)};
+      const float4 b0 = load_shared(chunk_address(tile_b, k + 2 * t, g)), b1 = load_shared(chunk_address(tile_b, k + 2 * t + 1, g));
+      mma_m16n8k8_tf32(sum[0], a, to_tf32(b0.x), to_tf32(b1.x));
+      mma_m16n8k8_tf32(sum[1], a, to_tf32(b0.y), to_tf32(b1.y));
+      mma_m16n8k8_tf32(sum[2], a, to_tf32(b0.z), to_tf32(b1.z));
+      mma_m16n8k8_tf32(sum[3], a, to_tf32(b0.w), to_tf32(b1.w));
+    }
+#pragma unroll
+    for (int j = 0; j < kCols / 8; ++j) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) acc[j][i] += sum[j][i];
+    }
+  }
+  template <class Each>
+  __device__ __forceinline__ void finish(int lane_idx, const Each& each) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int row = lane_idx / 4 + 8 * (i / 2), col = 4 * (lane_idx % 4 * 2 + i % 2);
+      each(row, col, acc[0][i], acc[1][i]);
+      each(row, col + 2, acc[2][i], acc[3][i]);
+    }
+  }
+};
+
 // float32, b stored (n, k): a lane has columns 2 lane and 2 lane + 1.
 template <int kM>
 struct FloatProductsTransB {
@@ -188,47 +230,53 @@ struct FloatProductsTransB {
   }
 };
 
-// kBlocks fit a multiprocessor. kPersistent: a block takes several groups of columns.
-template <class ProductsType, int kWarpCount, int kStageCount, int kBlockCount, bool kSeveralGroups>
+// kBlockCount blocks fit a multiprocessor. kRingWarps warps share a ring: each has a tile of b of its own, next to the others' in n,
+// and all have the tile of a, which L2 then gives less often. kPersistent: a block takes several groups of columns.
+template <class ProductsType, int kWarpCount, int kStageCount, int kBlockCount, bool kSeveralGroups, int kRingWarpCount = 1>
 struct Config {
   using Products = ProductsType;
   static constexpr int kWarps = kWarpCount, kThreads = 32 * kWarps, kStages = kStageCount, kBlocks = kBlockCount;
   static constexpr bool kPersistent = kSeveralGroups;
-  static constexpr int kTileBBytes = Products::kTileRows * kRowBytes, kStageBytes = kTileBBytes + Products::kBoxesA * kBoxABytes;
-  static constexpr int kRingBytes = kStages * kStageBytes;
-  static constexpr int kPartsOffset = kWarps * kRingBytes;  // sums of this block's columns: (slice, row, pair of columns)
-  static constexpr int kPairs = Products::kCols / 2;
-  static constexpr int smem_bytes(int splits) {
-    return kPartsOffset + kWarps * splits * kRows * 8 * ((kPairs + splits - 1) / splits) + 8 * kWarps * kStages;
-  }
+  static constexpr int kRingWarps = kRingWarpCount, kRings = kWarps / kRingWarps, kCols = kRingWarps * Products::kCols;
+  static constexpr int kBoxBBytes = Products::kTileRows * kRowBytes, kTileBBytes = kRingWarps * kBoxBBytes;
+  static constexpr int kStageBytes = kTileBBytes + Products::kBoxesA * kBoxABytes, kRingBytes = kStages * kStageBytes;
+  static constexpr int kPairs = kCols / 2;
+  // Shared memory: the rings, the sums of this block's columns (ring of k, row, pair of columns), the barriers.
+  static constexpr int parts_bytes(int splits, int rows) { return kRings * splits * rows * 8 * ((kPairs + splits - 1) / splits); }
+  static constexpr int kBarriers = kRings * kStages + 1;
 };
 
 template <class T, bool kTransB, class C>
 __device__ __forceinline__ void multiply_skinny(const GemmParams& p, const SkinnyArgs& args, char* smem_generic) {
   using Products = typename C::Products;
-  constexpr int kStages = C::kStages, kCols = Products::kCols, kDepth = Products::kDepth, kDepthA = kRowBytes / static_cast<int>(sizeof(T));
+  constexpr int kStages = C::kStages, kCols = C::kCols, kDepth = Products::kDepth, kDepthA = kRowBytes / static_cast<int>(sizeof(T));
   // warp_idx by a shuffle: the compiler then knows that it is the same in all lanes, and addresses for TMA are too.
   const int thread_idx = static_cast<int>(threadIdx.x), lane_idx = thread_idx % 32, warp_idx = __shfl_sync(0xffffffffU, thread_idx / 32, 0);
-  const uint32_t smem = smem_address(smem_generic), ring = smem + warp_idx * C::kRingBytes;
-  const int rank = rank_in_cluster(), splits = blocks_in_cluster(), slices = C::kWarps * splits;
+  const int ring_idx = warp_idx / C::kRingWarps, warp_n = warp_idx % C::kRingWarps;
+  const uint32_t smem = smem_address(smem_generic), ring = smem + ring_idx * C::kRingBytes;
+  const int rank = rank_in_cluster(), splits = blocks_in_cluster(), slices = C::kRings * splits, rows = static_cast<int>(p.m);
   // Block r finishes pairs of columns kPairs r / splits and on.
-  const int pair_stride = (C::kPairs + splits - 1) / splits, part_bytes = kRows * 8 * pair_stride;
+  const int pair_stride = (C::kPairs + splits - 1) / splits, part_bytes = rows * 8 * pair_stride;
   const int pair_begin = C::kPairs * rank / splits, pairs = C::kPairs * (rank + 1) / splits - pair_begin;
-  const uint32_t barriers = smem + C::kPartsOffset + slices * part_bytes + 8 * kStages * warp_idx;
+  const uint32_t parts_barrier = smem + args.barriers_offset, barriers = parts_barrier + 8 + 8 * kStages * ring_idx;
   // Slices take tiles of k in turn, so that what is on its way at any time lies together in memory.
-  const int tiles = static_cast<int>((p.k + kDepth - 1) / kDepth), slice = rank * C::kWarps + warp_idx;
+  const int tiles = static_cast<int>((p.k + kDepth - 1) / kDepth), slice = rank * C::kRings + ring_idx;
   const int first_group = static_cast<int>(blockIdx.x) / splits, group_step = static_cast<int>(gridDim.x) / splits;
+  const bool loads = warp_n == 0 && lane_idx == 0;
 
   // The next tile to ask for: of the group at hand or, while that is multiplied and finished, of the one after it.
   int load_group = first_group, load_tile = slice;
-  const auto x = [&](int group, int tile) { return kTransB ? tile * kDepth : group * kCols; };
-  const auto y = [&](int group, int tile) { return kTransB ? group * kCols : tile * kDepth; };
+  const auto x = [&](int group, int tile, int box) { return kTransB ? tile * kDepth : group * kCols + box * Products::kCols; };
+  const auto y = [&](int group, int tile, int box) { return kTransB ? group * kCols + box * Products::kCols : tile * kDepth; };
   const auto load_next = [&](int stage) {
     if (load_tile >= tiles) return;
-    if (lane_idx == 0) {
+    if (loads) {
       const uint32_t barrier = barriers + 8 * stage, at = ring + stage * C::kStageBytes;
       mbarrier_arrive_expect(barrier, C::kTileBBytes + Products::kBoxesA * args.rows_a * kRowBytes);
-      tma_load_3d_once(at, &args.b, barrier, x(load_group, load_tile), y(load_group, load_tile), 0);
+#pragma unroll
+      for (int i = 0; i < C::kRingWarps; ++i) {
+        tma_load_3d_once(at + i * C::kBoxBBytes, &args.b, barrier, x(load_group, load_tile, i), y(load_group, load_tile, i), 0);
+      }
 #pragma unroll
       for (int i = 0; i < Products::kBoxesA; ++i) tma_load_3d(at + C::kTileBBytes + i * kBoxABytes, &args.a, barrier, load_tile * kDepth + i * kDepthA, 0, 0);
     }
@@ -241,14 +289,24 @@ __device__ __forceinline__ void multiply_skinny(const GemmParams& p, const Skinn
       let_next_kernel_start();
     }
   };
-  if (lane_idx == 0) {
-    if (args.one_wave && slice < tiles) tma_prefetch_l2_3d(&args.b, x(first_group, slice), y(first_group, slice), 0);
+  if (loads) {
+    if (slice < tiles) {
+#pragma unroll
+      for (int i = 0; i < C::kRingWarps; ++i) tma_prefetch_l2_3d(&args.b, x(first_group, slice, i), y(first_group, slice, i), 0);
+    }
     for (int stage = 0; stage < kStages; ++stage) mbarrier_init(barriers + 8 * stage, 1);
+    if (ring_idx == 0) mbarrier_init(parts_barrier, 1);
     fence_barrier_init();
+    // All that other blocks and this one send here. Without a cluster nothing is sent.
+    if (ring_idx == 0) mbarrier_arrive_expect(parts_barrier, slices * rows * 8 * pairs);
     tma_prefetch(&args.b);
     tma_prefetch(&args.a);
   }
-  __syncwarp();
+  if (C::kRingWarps > 1) {
+    __syncthreads();
+  } else {
+    __syncwarp();
+  }
   cluster_arrive_relaxed();
   wait_for_previous_kernel();
   if (!args.one_wave) let_next_kernel_start();
@@ -256,7 +314,7 @@ __device__ __forceinline__ void multiply_skinny(const GemmParams& p, const Skinn
   for (int stage = 0; stage < kStages; ++stage) load_next(stage);
   __syncwarp();
 
-  constexpr int kThreadPairs = kRows * C::kPairs / C::kThreads;  // at most
+  constexpr int kThreadPairs = (kRows * C::kPairs + C::kThreads - 1) / C::kThreads;  // at most
   const EpilogueArgs<T> epilogue = GemmOperands<T>(p, 0).epilogue;
   PipelineState<kStages> state;
   int group = first_group;
@@ -286,33 +344,34 @@ __device__ __forceinline__ void multiply_skinny(const GemmParams& p, const Skinn
     for (int tile = slice; tile < tiles; tile += slices) {
       mbarrier_wait(barriers + 8 * state.stage, state.parity);
       const uint32_t at = ring + state.stage * C::kStageBytes;
-      products.multiply(at + C::kTileBBytes, at, lane_idx);
-      __syncwarp();
+      products.multiply(at + C::kTileBBytes, at + warp_n * C::kBoxBBytes, lane_idx);
+      if (C::kRingWarps > 1) {
+        named_barrier_sync(1 + ring_idx, 32 * C::kRingWarps);
+      } else {
+        __syncwarp();
+      }
       load_next(state.stage);
       state.advance();
     }
 
     // Parts of a block: (slice, row, own column).
-    if (!C::kPersistent || group == first_group) {
-      cluster_wait();  // all blocks have started
-    } else {
-      __syncthreads();  // all threads have read the parts of the last group; there is one block in the cluster
-    }
-    products.finish(lane_idx, [&](int row, int col, float v0, float v1) {
-      const int pair = col / 2, owner = (pair * splits + splits - 1) / C::kPairs;
-      const int at = C::kPartsOffset + 8 * ((slice * kRows + row) * pair_stride + pair - C::kPairs * owner / splits);
-      if (row >= p.m) return;
+    if (group == first_group) cluster_wait();  // all blocks have started
+    // All threads have read the parts of the last group, or the tiles in whose place they come; there is one block in the cluster.
+    if ((C::kPersistent && group != first_group) || args.parts_offset == 0) __syncthreads();
+    products.finish(lane_idx, [&](int row, int tile_col, float v0, float v1) {
+      const int pair = (warp_n * Products::kCols + tile_col) / 2, owner = (pair * splits + splits - 1) / C::kPairs;
+      const int at = args.parts_offset + 8 * ((slice * rows + row) * pair_stride + pair - C::kPairs * owner / splits);
+      if (row >= rows) return;
       if (splits == 1) {
         *reinterpret_cast<float2*>(smem_generic + at) = make_float2(v0, v1);
       } else {
-        store_cluster(cluster_address(smem + at, owner), v0, v1);
+        send_to_block(reinterpret_cast<float*>(smem_generic + at), parts_barrier, owner, v0, v1);
       }
     });
-    if (splits == 1) {  // a barrier of the cluster costs a membar.gpu
+    if (splits == 1) {
       __syncthreads();
     } else {
-      cluster_arrive();
-      cluster_wait();
+      mbarrier_wait(parts_barrier, 0);  // a barrier of the cluster would cost a membar.gpu
     }
 #pragma unroll
     for (int i = 0; i < kThreadPairs; ++i) {
@@ -321,17 +380,30 @@ __device__ __forceinline__ void multiply_skinny(const GemmParams& p, const Skinn
       if (!place(i, &row, &col)) break;
       const int pair = (thread_idx + i * C::kThreads) % pairs;
       float2 sum = make_float2(0.0F, 0.0F);
-      const char* const parts = smem_generic + C::kPartsOffset + 8 * (row * pair_stride + pair);
+      const char* const parts = smem_generic + args.parts_offset + 8 * (row * pair_stride + pair);
 #pragma unroll 8
       for (int other = 0; other < slices; ++other) {
         const float2 v = *reinterpret_cast<const float2*>(parts + other * part_bytes);
         sum.x += v.x;
         sum.y += v.y;
       }
-      const float v[2] = {p.alpha * sum.x + added[i][0], p.alpha * sum.y + added[i][1]};
+      float v[2] = {p.alpha * sum.x + added[i][0], p.alpha * sum.y + added[i][1]};
+      if (p.activation != Activation::kNone) {
 #pragma unroll 1
-      for (int e = 0; e < 2; ++e) {
-        if (col + e < p.n) epilogue.y[row * p.n + col + e] = from_float<T>(activate(e == 0 ? v[0] : v[1], p.activation));
+        for (int e = 0; e < 2; ++e) {
+          const float activated = activate(e == 0 ? v[0] : v[1], p.activation);
+          (e == 0 ? v[0] : v[1]) = activated;
+        }
+      }
+      T* const to = epilogue.y + row * p.n + col;
+      if (args.y_in_pairs && col < p.n) {
+        struct alignas(2 * sizeof(T)) Pair {
+          T x, y;
+        };
+        *reinterpret_cast<Pair*>(to) = {from_float<T>(v[0]), from_float<T>(v[1])};
+      } else {
+        if (col < p.n) to[0] = from_float<T>(v[0]);
+        if (col + 1 < p.n) to[1] = from_float<T>(v[1]);
       }
     }
     group += group_step;
@@ -347,30 +419,41 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocks) gemm_skinny_kernel(co
 template <class T, bool kTransB, class C>
 Status launch_skinny(const GemmParams& p, const ExecContext& context) {
   using Products = typename C::Products;
-  const int64_t groups = ceil_div(p.n, Products::kCols), tiles = ceil_div(p.k, Products::kDepth), multiprocessors = context.device->sm_count;
-  // Half of the multiprocessors take in all that memory gives (64 blocks 11.1 us, 128 in pairs 11.3 us for 4096 x 4096 float16),
-  // if each has 128 KB on its way.
+  const int64_t groups = ceil_div(p.n, C::kCols), tiles = ceil_div(p.k, Products::kDepth), multiprocessors = context.device->sm_count;
+  // Clusters give more multiprocessors something to do (1 x 4096 x 4096 float16 9.4 us with pairs of blocks, 10.2 us without). But half of
+  // them take in all that memory gives, if each has 128 KB on its way, as blocks have that do not share one.
   int splits = 1;
-  while (splits < 8 && 3 * splits * groups <= C::kBlocks * multiprocessors && tiles >= 2 * splits * C::kWarps * 2) splits *= 2;
+  while (splits < 8 && (C::kBlocks == 1 ? 3 : 2) * splits * groups <= multiprocessors && tiles >= 2 * splits * C::kRings * 2) splits *= 2;
   // Where groups are more than multiprocessors, persistent blocks are as many as have the same number of them.
   const bool one_wave = groups <= multiprocessors;
   const int64_t blocks = one_wave || !C::kPersistent ? groups * splits : ceil_div(groups, ceil_div(groups, multiprocessors));
   SkinnyArgs args = {};
   constexpr int kRowElements = kRowBytes / static_cast<int>(sizeof(T));
-  const auto encode = [](CUtensorMap* map, const void* x, int64_t cols, int64_t rows, int64_t ld, int box_rows) {
+  const auto encode = [](CUtensorMap* map, const void* x, int64_t cols, int64_t rows, int64_t ld, int box_rows, CUtensorMapL2promotion promotion) {
     const int64_t dims[3] = {cols, rows, 1}, strides[3] = {1, ld, ld * rows};
     const int box[3] = {kRowElements, box_rows, 1};
-    return encode_tensor_map(map, static_cast<const T*>(x), 3, dims, strides, box);
+    return encode_tensor_map(map, static_cast<const T*>(x), 3, dims, strides, box, promotion);
   };
   args.rows_a = p.m <= 8 ? 8 : kRows;
   args.groups = static_cast<int>(groups);
   args.one_wave = one_wave;
-  ORTPLUGINS_RETURN_IF_ERROR(encode(&args.a, p.a, p.k, p.m, p.lda, args.rows_a));
-  ORTPLUGINS_RETURN_IF_ERROR(encode(&args.b, p.b, kTransB ? p.k : p.n, kTransB ? p.n : p.k, p.ldb, Products::kTileRows));
+  args.y_in_pairs = p.n % 2 == 0 && reinterpret_cast<uintptr_t>(p.y) % (2 * sizeof(T)) == 0;
+  // Where too few blocks would fit a multiprocessor, the sums of a block's only group take the place of its tiles.
+  constexpr int kRingsBytes = C::kRings * C::kRingBytes, kBarrierBytes = 8 * C::kBarriers, kReservedBytes = 1024;
+  const int parts_bytes = C::parts_bytes(splits, static_cast<int>(p.m));
+  const bool fits = C::kBlocks * (kRingsBytes + parts_bytes + kBarrierBytes + kReservedBytes) <= context.device->max_smem_per_sm;
+  args.parts_offset = fits || splits > 1 || !one_wave ? kRingsBytes : 0;
+  args.barriers_offset = args.parts_offset == 0 && parts_bytes < kRingsBytes ? kRingsBytes : args.parts_offset + parts_bytes;
+  ORTPLUGINS_RETURN_IF_ERROR(encode(&args.a, p.a, p.k, p.m, p.lda, args.rows_a, CU_TENSOR_MAP_L2_PROMOTION_L2_256B));
+  // What lies beside 128 bytes of columns another block asks for: with promotion to 256 bytes, L2 was asked twice (537 MB at 4.1
+  // TB/s, and 4.3 without).
+  ORTPLUGINS_RETURN_IF_ERROR(encode(&args.b, p.b, kTransB ? p.k : p.n, kTransB ? p.n : p.k, p.ldb, Products::kTileRows,
+                                    kTransB ? CU_TENSOR_MAP_L2_PROMOTION_L2_256B : CU_TENSOR_MAP_L2_PROMOTION_NONE));
   static SmemLimit limit;
   const auto kernel = gemm_skinny_kernel<T, kTransB, C>;
   ORTPLUGINS_RETURN_IF_ERROR(limit.raise(kernel, *context.device, 227 * 1024));
-  return launch_with({static_cast<unsigned>(splits), true}, "gemm_skinny", kernel, static_cast<unsigned>(blocks), C::kThreads, C::smem_bytes(splits), context, p, args);
+  return launch_with({static_cast<unsigned>(splits), true}, "gemm_skinny", kernel, static_cast<unsigned>(blocks), C::kThreads,
+                     args.barriers_offset + kBarrierBytes, context, p, args);
 }
 
 }  // namespace
@@ -382,17 +465,20 @@ Status launch_gemm_sm90a_skinny(const GemmParams& p, const ExecContext& context)
       return p.m <= 4 ? launch_skinny<float, true, Config<FloatProductsTransB<4>, 8, 2, 1, false>>(p, context)
                       : launch_skinny<float, true, Config<FloatProductsTransB<16>, 8, 2, 1, false>>(p, context);
     }
-    // Two blocks a multiprocessor leave room for those of the next kernel, 17.9 us against 19.6 for 8 x 4096 x 4096. With more
-    // rows the registers are too few, and eight warps are wanted to keep FFMA busy; tiles of 32 of k make the last one shorter
-    // (16 x 4096 x 4096 20.5 us, 21.5 with 64).
+    // With more than 8 rows the registers are too few for two blocks, and eight warps are wanted to keep FFMA busy; tiles of 32 of k
+    // make the last one shorter (16 x 4096 x 4096 20.5 us, 21.5 with 64). Tensor cores have time left: 17.4 us, but in tf32x3,
+    // where the parts of b cost more than FFMA, 23.5.
     return p.m <= 4   ? launch_skinny<float, false, Config<FloatProducts<4, 1, 64>, 4, 2, 2, true>>(p, context)
            : p.m <= 8 ? launch_skinny<float, false, Config<FloatProducts<8, 2, 64>, 4, 2, 2, true>>(p, context)
-                      : launch_skinny<float, false, Config<FloatProducts<16, 2, 32>, 8, 3, 1, true>>(p, context);
+           : p.precision == Precision::kTf32 ? launch_skinny<float, false, Config<Tf32Products, 8, 2, 2, true>>(p, context)
+                                             : launch_skinny<float, false, Config<FloatProducts<16, 2, 32>, 8, 3, 1, true>>(p, context);
   }
   return dispatch_half(p.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
-    return p.trans_b ? launch_skinny<T, true, Config<HalfProducts<T, true>, 8, 2, 1, false>>(p, context)
-                     : launch_skinny<T, false, Config<HalfProducts<T, false>, 8, 2, 1, false>>(p, context);
+    if (p.trans_b) return launch_skinny<T, true, Config<HalfProducts<T, true>, 8, 2, 1, false>>(p, context);
+    // Pairs of warps where groups of 64 columns are more than multiprocessors: 16 x 11008 x 4096 24.0 us, 25.2 us in two rounds of 64.
+    return ceil_div(p.n, 64) > context.device->sm_count ? launch_skinny<T, false, Config<HalfProducts<T, false>, 4, 3, 2, true, 2>>(p, context)
+                                                        : launch_skinny<T, false, Config<HalfProducts<T, false>, 4, 2, 2, true>>(p, context);
   });
 }
 
