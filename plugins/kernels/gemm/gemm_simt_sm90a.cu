@@ -2,7 +2,8 @@
 //
 // Two warpgroups compute 256 x 128 of y as in gemm.cu. A third brings the operands (producer), so that copies, their
 // addresses and the barriers of a stage do not stand between the products; it hands over registers for the sums. Behind the
-// stages lies the tile of y: sums of 512 of k are added up there.
+// stages lies the tile of y: sums of 1024 of k are added up there.
+#include "device/dependent_launch.h"
 #include "device/sm90.h"
 #include "kernels/gemm/gemm_simt.h"
 
@@ -29,6 +30,8 @@ __global__ void __launch_bounds__(kThreads, 1) gemm_simt_sm90a_kernel(const __gr
     fence_barrier_init();
   }
   __syncthreads();
+  let_next_kernel_start();
+  wait_for_previous_kernel();
 
   const int64_t tiles_m = (p.m + C::kBlockM - 1) / C::kBlockM, tiles_n = (p.n + C::kBlockN - 1) / C::kBlockN;
   const int k_tiles = static_cast<int>((p.k + C::kBlockK - 1) / C::kBlockK);  // a row of 2^35 floats fits no memory
@@ -101,7 +104,8 @@ Status launch_gemm_sm90a_simt(const GemmParams& p, const ExecContext& context) {
     static SmemLimit limit;
     const auto kernel = gemm_simt_sm90a_kernel<decltype(trans_a)::value, decltype(trans_b)::value>;
     ORTPLUGINS_RETURN_IF_ERROR(limit.raise(kernel, *context.device, kSmemBytes));
-    return launch("gemm_sm90a_simt", kernel, gemm_grid(p, Config::kBlockM, Config::kBlockN), kThreads, kSmemBytes, context, p);
+    return launch_with({1, true}, "gemm_sm90a_simt", kernel, gemm_grid(p, Config::kBlockM, Config::kBlockN), kThreads, kSmemBytes, context,
+                       p);
   });
 }
 
