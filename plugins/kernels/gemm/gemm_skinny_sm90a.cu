@@ -11,9 +11,9 @@
 // (float32, 1 x 11008 x 4096 47 us, 50 with a block for each group).
 //
 // Memory must not rest between two kernels either. A block that starts while the kernel in front still runs asks L2 for its
-// first tiles of b: nothing is read by that, and what the other kernel may yet write to b goes through L2 as well. Other
-// kernels start when the last tiles of this one are on their way: what L2 was asked for long before is gone when it is read.
-// A multiprocessor has room for two blocks, so that those of the next kernel do not wait for the last of this one.
+// first tiles of b: nothing is read by that, and what the other kernel may yet write to b goes through L2 as well. After a
+// short kernel the next one starts when the last tiles are on their way: what L2 was asked for long before is gone when it is read.
+// Most multiprocessors have room for two blocks, so that those of the next kernel do not wait for the last of this one.
 #include "device/dependent_launch.h"
 #include "device/mma.h"
 #include "device/sm90.h"
@@ -29,15 +29,18 @@ constexpr int kBoxABytes = kRows * kRowBytes;  // 16 rows of a, 128 bytes of k
 
 struct SkinnyArgs {
   CUtensorMap a, b;
-  int rows_a;        // that a copy of a brings
-  int groups;        // of columns, Config::kCols each
+  int rows_a;                         // that a copy of a brings
+  int groups;                         // of columns, Config::kCols each
   int parts_offset, barriers_offset;  // in shared memory
-  bool one_wave;     // no more blocks, and groups, than multiprocessors
-  bool y_in_pairs;   // two neighbours of y may be stored at once
+  bool next_at_once;                  // the next kernel starts with this one, not when the last tiles are on their way
+  bool y_in_pairs;                    // two neighbours of y may be stored at once
 };
 
 // The address of 16-byte chunk `chunk` of a row of a tile.
 __device__ __forceinline__ uint32_t chunk_address(uint32_t tile, int row, int chunk) { return tile + row * kRowBytes + ((chunk ^ (row & 7)) << 4); }
+__device__ __forceinline__ void store_cluster(uint32_t address, float x, float y) {
+  asm volatile("st.shared::cluster.v2.f32 [%0], {%1, %2};\n" ::"r"(address), "f"(x), "f"(y) : "memory");
+}
 __device__ __forceinline__ float2 load_shared_pair(uint32_t address) {
   float2 v;
   asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];\n" : "=f"(v.x), "=f"(v.y) : "r"(address) : "memory");
@@ -243,7 +246,7 @@ struct Config {
   static constexpr int kPairs = kCols / 2;
   // Shared memory: the rings, the sums of this block's columns (ring of k, row, pair of columns), the barriers.
   static constexpr int parts_bytes(int splits, int rows) { return kRings * splits * rows * 8 * ((kPairs + splits - 1) / splits); }
-  static constexpr int kBarriers = kRings * kStages + 1;
+  static constexpr int kBarriers = kRings * kStages;
 };
 
 template <class T, bool kTransB, class C>
@@ -258,7 +261,7 @@ __device__ __forceinline__ void multiply_skinny(const GemmParams& p, const Skinn
   // Block r finishes pairs of columns kPairs r / splits and on.
   const int pair_stride = (C::kPairs + splits - 1) / splits, part_bytes = rows * 8 * pair_stride;
   const int pair_begin = C::kPairs * rank / splits, pairs = C::kPairs * (rank + 1) / splits - pair_begin;
-  const uint32_t parts_barrier = smem + args.barriers_offset, barriers = parts_barrier + 8 + 8 * kStages * ring_idx;
+  const uint32_t barriers = smem + args.barriers_offset + 8 * kStages * ring_idx;
   // Slices take tiles of k in turn, so that what is on its way at any time lies together in memory.
   const int tiles = static_cast<int>((p.k + kDepth - 1) / kDepth), slice = rank * C::kRings + ring_idx;
   const int first_group = static_cast<int>(blockIdx.x) / splits, group_step = static_cast<int>(gridDim.x) / splits;
@@ -285,7 +288,7 @@ __device__ __forceinline__ void multiply_skinny(const GemmParams& p, const Skinn
     if (C::kPersistent && load_group + group_step < args.groups) {
       load_group += group_step;
       load_tile = slice;
-    } else if (args.one_wave) {
+    } else if (!args.next_at_once) {
       let_next_kernel_start();
     }
   };
@@ -295,10 +298,7 @@ __device__ __forceinline__ void multiply_skinny(const GemmParams& p, const Skinn
       for (int i = 0; i < C::kRingWarps; ++i) tma_prefetch_l2_3d(&args.b, x(first_group, slice, i), y(first_group, slice, i), 0);
     }
     for (int stage = 0; stage < kStages; ++stage) mbarrier_init(barriers + 8 * stage, 1);
-    if (ring_idx == 0) mbarrier_init(parts_barrier, 1);
     fence_barrier_init();
-    // All that other blocks and this one send here. Without a cluster nothing is sent.
-    if (ring_idx == 0) mbarrier_arrive_expect(parts_barrier, slices * rows * 8 * pairs);
     tma_prefetch(&args.b);
     tma_prefetch(&args.a);
   }
@@ -309,7 +309,7 @@ __device__ __forceinline__ void multiply_skinny(const GemmParams& p, const Skinn
   }
   cluster_arrive_relaxed();
   wait_for_previous_kernel();
-  if (!args.one_wave) let_next_kernel_start();
+  if (args.next_at_once) let_next_kernel_start();
 #pragma unroll
   for (int stage = 0; stage < kStages; ++stage) load_next(stage);
   __syncwarp();
@@ -365,13 +365,14 @@ __device__ __forceinline__ void multiply_skinny(const GemmParams& p, const Skinn
       if (splits == 1) {
         *reinterpret_cast<float2*>(smem_generic + at) = make_float2(v0, v1);
       } else {
-        send_to_block(reinterpret_cast<float*>(smem_generic + at), parts_barrier, owner, v0, v1);
+        store_cluster(cluster_address(smem + at, owner), v0, v1);
       }
     });
-    if (splits == 1) {
+    if (splits == 1) {  // a barrier of the cluster costs a membar.gpu
       __syncthreads();
     } else {
-      mbarrier_wait(parts_barrier, 0);  // a barrier of the cluster would cost a membar.gpu
+      cluster_arrive();
+      cluster_wait();
     }
 #pragma unroll
     for (int i = 0; i < kThreadPairs; ++i) {
@@ -436,7 +437,9 @@ Status launch_skinny(const GemmParams& p, const ExecContext& context) {
   };
   args.rows_a = p.m <= 8 ? 8 : kRows;
   args.groups = static_cast<int>(groups);
-  args.one_wave = one_wave;
+  // Blocks that start late gather on the multiprocessors that are done first, and share them: 1 x 14336 x 4096 float16 34.4 us, and
+  // 29.2 us where the next kernel starts at once. Short kernels lose by it (4096 x 4096 10.0 us, before 9.3).
+  args.next_at_once = C::kRingWarps > 1 || !one_wave;
   args.y_in_pairs = p.n % 2 == 0 && reinterpret_cast<uintptr_t>(p.y) % (2 * sizeof(T)) == 0;
   // Where too few blocks would fit a multiprocessor, the sums of a block's only group take the place of its tiles.
   constexpr int kRingsBytes = C::kRings * C::kRingBytes, kBarrierBytes = 8 * C::kBarriers, kReservedBytes = 1024;
@@ -445,10 +448,9 @@ Status launch_skinny(const GemmParams& p, const ExecContext& context) {
   args.parts_offset = fits || splits > 1 || !one_wave ? kRingsBytes : 0;
   args.barriers_offset = args.parts_offset == 0 && parts_bytes < kRingsBytes ? kRingsBytes : args.parts_offset + parts_bytes;
   ORTPLUGINS_RETURN_IF_ERROR(encode(&args.a, p.a, p.k, p.m, p.lda, args.rows_a, CU_TENSOR_MAP_L2_PROMOTION_L2_256B));
-  // What lies beside 128 bytes of columns another block asks for: with promotion to 256 bytes, L2 was asked twice (537 MB at 4.1
+  // What lies beside the 128 bytes of a row another warp asks for: with promotion to 256 bytes L2 was asked twice (537 MB at 4.1
   // TB/s, and 4.3 without).
-  ORTPLUGINS_RETURN_IF_ERROR(encode(&args.b, p.b, kTransB ? p.k : p.n, kTransB ? p.n : p.k, p.ldb, Products::kTileRows,
-                                    kTransB ? CU_TENSOR_MAP_L2_PROMOTION_L2_256B : CU_TENSOR_MAP_L2_PROMOTION_NONE));
+  ORTPLUGINS_RETURN_IF_ERROR(encode(&args.b, p.b, kTransB ? p.k : p.n, kTransB ? p.n : p.k, p.ldb, Products::kTileRows, CU_TENSOR_MAP_L2_PROMOTION_NONE));
   static SmemLimit limit;
   const auto kernel = gemm_skinny_kernel<T, kTransB, C>;
   ORTPLUGINS_RETURN_IF_ERROR(limit.raise(kernel, *context.device, 227 * 1024));
@@ -475,10 +477,13 @@ Status launch_gemm_sm90a_skinny(const GemmParams& p, const ExecContext& context)
   }
   return dispatch_half(p.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
-    if (p.trans_b) return launch_skinny<T, true, Config<HalfProducts<T, true>, 8, 2, 1, false>>(p, context);
     // Pairs of warps where groups of 64 columns are more than multiprocessors: 16 x 11008 x 4096 24.0 us, 25.2 us in two rounds of 64.
-    return ceil_div(p.n, 64) > context.device->sm_count ? launch_skinny<T, false, Config<HalfProducts<T, false>, 4, 3, 2, true, 2>>(p, context)
-                                                        : launch_skinny<T, false, Config<HalfProducts<T, false>, 4, 2, 2, true>>(p, context);
+    const auto run = [&](auto trans_b) {
+      using Products = HalfProducts<T, trans_b.value>;
+      return ceil_div(p.n, 64) > context.device->sm_count ? launch_skinny<T, trans_b.value, Config<Products, 4, 3, 2, true, 2>>(p, context)
+                                                          : launch_skinny<T, trans_b.value, Config<Products, 4, 2, 2, true>>(p, context);
+    };
+    return p.trans_b ? run(std::true_type{}) : run(std::false_type{});
   });
 }
 
