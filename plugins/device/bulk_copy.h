@@ -4,6 +4,7 @@
 
 #include <cstdint>
 
+#include "device/cluster.h"
 #include "device/cp_async.h"
 
 namespace ortplugins {
@@ -55,6 +56,17 @@ __device__ __forceinline__ void bulk_load(uint32_t smem, const void* gmem, int b
 #if __CUDA_ARCH__ >= 900
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];\n" ::"r"(smem),
                "l"(gmem), "r"(bytes), "r"(barrier)
+               : "memory");
+#endif
+}
+
+// From shared memory to where `target` lies in that of block `rank` of the cluster; completes on the barrier at the place of
+// `barrier` there. Both blocks must last until then.
+__device__ __forceinline__ void bulk_copy_to_block(uint32_t target, uint32_t source, int bytes, uint32_t barrier, int rank) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];\n" ::"r"(
+                   cluster_address(target, rank)),
+               "r"(source), "r"(bytes), "r"(cluster_address(barrier, rank))
                : "memory");
 #endif
 }

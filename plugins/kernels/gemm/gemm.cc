@@ -191,10 +191,10 @@ double products(const GemmParams& p) { return static_cast<double>(p.m) * static_
 // Five launches and the scaling of both operands, against mma.sync at a quarter of the rate: 128 x 768 x 768 31 us and 98 us,
 // 4096 x 4096 x 4096 715 us and 3904 us.
 bool suits_scaled(const GemmParams& p, const DeviceInfo&) { return (p.m > 64 || p.n > 64) && products(p) >= 1 << 24; }
-// wgmma in tf32 needs one launch, but for three products six times the tensor core's time. H200, us: 1024 x 768 x 768 32 and 30,
-// 1024 x 1024 x 1024 34 and 36, 1024 x 3072 x 768 57 and 93, 128 x 768 x 3072 65 and 23.
+// wgmma in tf32 needs one launch, but for three products six times the tensor core's time. H200, us: 1024 x 768 x 768 32 and 25,
+// 1024 x 1024 x 1024 34 and 32, 1024 x 3072 x 768 57 and 93, 128 x 768 x 3072 65 and 19.
 bool suits_scaled_tf32x3(const GemmParams& p, const DeviceInfo& device) {
-  return suits_scaled(p, device) && (products(p) >= 1e9 || !supports_wgmma_tf32x3(p, device));
+  return suits_scaled(p, device) && (products(p) >= 1.1e9 || !supports_wgmma_tf32x3(p, device));
 }
 // For one product twice the time, and half of shared memory's bandwidth for each operand; large cubes are worth the scaling.
 // 4096 x 4096 x 4096 337 and 425, 2048 x 2048 x 2048 63 and 57, 16384 x 3072 x 768 334 and 321, 4096 x 768 x 3072 98 and 76.
@@ -203,8 +203,8 @@ bool suits_scaled_tf32(const GemmParams& p, const DeviceInfo& device) {
   return suits_scaled(p, device) && (large || !supports_wgmma_tf32(p, device));
 }
 // wgmma with an operand in registers waits for that: a multiprocessor wants two warpgroups. Where tiles are that few, they share
-// one. H200, us, two warpgroups and one: 1024 x 768 x 3072 24 and 29, 1024 x 768 x 768 12.0 and 13.3, 1024 x 1024 x 1024 13.5
-// and 14.8, 1024 x 2304 x 768 29 and 23, 128 x 3072 x 768 13.0 and 11.3.
+// one. H200, us, two warpgroups and one: 1024 x 768 x 3072 22.7 and 26.7, 1024 x 768 x 768 11.0 and 11.6, 1024 x 1024 x 1024 12.8
+// and 13.5, 1024 x 2304 x 768 29 and 23, 128 x 3072 x 768 9.9 and 9.5.
 bool suits_tf32_pair(const GemmParams& p, const DeviceInfo& device) {
   const int64_t count = tiles(p, 128, 128);
   return 2 * count <= device.sm_count && 4 * count > device.sm_count;

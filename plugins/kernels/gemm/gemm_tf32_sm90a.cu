@@ -10,8 +10,10 @@
 // columns side by side, chunk 4 (g % 2) + g / 2 of 128 bytes, so that eight lanes find eight different chunks whatever the
 // swizzle. These columns go to four fragment rows, and in the end the thread holds four neighbouring columns of y.
 //
-// The blocks of a cluster split k (gemm_layers.h); each adds up and finishes its part of the rows from the shared memory of all,
-// in the order of k. Many tiles are finished out of registers by blocks that walk over them.
+// The blocks of a cluster split k (gemm_layers.h), and each finishes its part of the rows. In the end the stages become the
+// block's sums, in the order of the threads that hold them; a warp sends those of the other layers to the same warp there by a
+// bulk copy each, waits for its own, and adds up in the order of k. Many tiles are finished out of registers by blocks that walk
+// over them.
 //
 // tf32x3: x = hi + lo, and y = hi lo + lo hi + hi hi. Tensor cores cut off when they add, always towards zero, so that a long
 // sum shrinks. Sums leave them every 32 of k, and the small products of a tile come before its four hi hi: of twelve additions
@@ -47,9 +49,10 @@ struct Tf32Gemm {
   static constexpr int kTileBBytes = 4 * kBoxBytes, kTileABytes = kBlockM * kRowBytes;
   static constexpr int kStageBytes = kTileBBytes + kTileABytes * (kSplit ? 2 : 1);  // b, a (hi), a (lo)
   static constexpr int kSlots = kBlockM / 4;  // of four columns of y in one row, for each thread
-  static constexpr int kSlotBytes = 16 * kTeamThreads;
-  static constexpr int kTileBytes = kSlots * kSlotBytes;
-  static constexpr int kLeastStages = (kTeams * kTileBytes + kStageBytes - 1) / kStageBytes;  // the stages become the tile of y
+  static constexpr int kSlotBytes = 512;      // of a warp; one after the other
+  static constexpr int kTileBytes = 4 * kSlots * kSlotBytes;
+  static constexpr int kLeastStages = (2 * kTileBytes - 1) / kStageBytes + 1;  // the stages become the sums, and those that others send
+  static constexpr int kReceivedBarrierBytes = 8 * 4 * kTeams;                 // one for each warp, behind those of the stages
   static constexpr int kSteps = kBlockK / 8;
   using Stored = std::conditional_t<kSplit, float, RoundedFloat>;
   using Product = WgmmaTf32Registers<kBlockM>;
@@ -126,6 +129,14 @@ struct Tf32Gemm {
     const LayerPlace place(rank_in_cluster(), layers, p.m, p.n, p.k, kBlockM, kBlockN, kBlockK);
     const int first_m = place.tile_m * kBlockM, first_n = place.tile_n * kBlockN, batch_idx = place.batch_idx, layer = place.layer;
     const int k_begin = place.k_begin, k_end = place.k_end;
+    const int parts = layers * kTeams, part_slots = kSlots / parts;  // that the warps of a team in a layer finish
+    const auto received_barrier = [&](int warp) { return smem + stages * (kStageBytes + 16) + 8 * warp; };
+    if (layers > 1 && threadIdx.x == kConsumerThreads) {
+      for (int warp = 0; warp < 4 * kTeams; ++warp) {
+        mbarrier_init(received_barrier(warp), 1);
+        mbarrier_arrive_expect(received_barrier(warp), (layers - 1) * part_slots * kSlotBytes);
+      }
+    }
     ring.begin(threadIdx.x == kConsumerThreads, 4, args.a, args.b);
 
     RingState state;
@@ -144,7 +155,6 @@ struct Tf32Gemm {
           state.advance(stages);
         }
       }
-      end_producer(layers);
       return;
     }
 
@@ -161,8 +171,7 @@ struct Tf32Gemm {
     // The residual is on its way to L2 while the products run.
     const auto row_of = [&](int slot) { return static_cast<int64_t>(first_m + slot / 2 * 8 + 2 * t + slot % 2); };
     const int64_t y_offset = batch_idx * p.m * p.n;
-    const int part = layer * kTeams + team_idx, parts = layers * kTeams;
-    const int slot_begin = kSlots * part / parts, slot_end = col < p.n ? kSlots * (part + 1) / parts : 0;
+    const int slot_begin = (layer * kTeams + team_idx) * part_slots, slot_end = col < p.n ? slot_begin + part_slots : 0;
     if (p.residual != nullptr && g == 0) {
       for (int slot = slot_begin; slot < slot_end; ++slot) {
         if (row_of(slot) < p.m) prefetch_l2(static_cast<const float*>(p.residual) + y_offset + row_of(slot) * p.n + col);
@@ -232,25 +241,42 @@ struct Tf32Gemm {
       wgmma_pin(acc[1]);
     }
 
-    // Epilogue: the stages become this thread's slots.
-    named_barrier_sync(1, kConsumerThreads);
-    const uint32_t slots = smem + 16 * thread_idx;
-    char* const own_slots = smem_generic + 16 * thread_idx;
+    named_barrier_sync(1, kConsumerThreads);   // all are done with the stages
+    if (layers > 1) cluster_arrive_relaxed();  // others may send; who sends waits for this
+    char* const own_slots = smem_generic + warp_idx * kSlots * kSlotBytes + 16 * lane_idx;
+    const auto sum_of = [&](int slot) {
+      const int at = slot / 2 * 4 + slot % 2;
+      if constexpr (kSplit) return make_float4(sum[0][at], sum[0][at + 2], sum[1][at], sum[1][at + 2]);
+      return make_float4(acc[0][at], acc[0][at + 2], acc[1][at], acc[1][at + 2]);
+    };
+    const auto of_this_team = [&](int slot) { return slot / part_slots % kTeams == team_idx; };
 #pragma unroll
     for (int i = 0; i < kSlots; ++i) {
-      const int at = i / 2 * 4 + i % 2;
-      float4 v;
-      if constexpr (kSplit) {
-        v = make_float4(sum[0][at], sum[0][at + 2], sum[1][at], sum[1][at + 2]);
-      } else {
-        v = make_float4(acc[0][at], acc[0][at + 2], acc[1][at], acc[1][at + 2]);
-      }
-      *reinterpret_cast<float4*>(own_slots + team_idx * kTileBytes + i * kSlotBytes) = v;
+      if (kTeams == 1 || !of_this_team(i)) *reinterpret_cast<float4*>(own_slots + i * kSlotBytes) = sum_of(i);
     }
-    if (layers > 1) {
-      cluster_sync();
-    } else if (kTeams > 1) {
+    if constexpr (kTeams > 1) {
       named_barrier_sync(1, kConsumerThreads);
+#pragma unroll
+      for (int i = 0; i < kSlots; ++i) {
+        if (!of_this_team(i)) continue;
+        float4& of_both = *reinterpret_cast<float4*>(own_slots + i * kSlotBytes);
+        const float4 own = sum_of(i);
+        of_both = make_float4(of_both.x + own.x, of_both.y + own.y, of_both.z + own.z, of_both.w + own.w);
+      }
+    }
+    // Where this warp's slots from layer `from` are received by layer `by`.
+    const int warp_bytes = part_slots * kSlotBytes;
+    const auto received_at = [&](int from, int by) {
+      return kTileBytes + ((from - (from > by ? 1 : 0)) * 4 * kTeams + 4 * team_idx + warp_idx) * warp_bytes;
+    };
+    if (layers > 1) {
+      fence_async_proxy();
+      cluster_wait();
+      if (lane_idx < layers && lane_idx != layer) {
+        bulk_copy_to_block(smem + received_at(layer, lane_idx), smem + (warp_idx * kSlots + (lane_idx * kTeams + team_idx) * part_slots) * kSlotBytes, warp_bytes,
+                           received_barrier(4 * team_idx + warp_idx), lane_idx);
+      }
+      mbarrier_wait(received_barrier(4 * team_idx + warp_idx), 0);
     }
     constexpr int kBatch = 4;
 #pragma unroll 1
@@ -265,21 +291,17 @@ struct Tf32Gemm {
         }
       }
       float v[kBatch][4] = {};
-#pragma unroll 4
+#pragma unroll 1
       for (int other = 0; other < layers; ++other) {
-        const uint32_t at = cluster_address(slots, other);
+        const char* const from = other == layer ? own_slots + slot_begin * kSlotBytes : smem_generic + received_at(other, layer) + 16 * lane_idx;
 #pragma unroll
-        for (int team = 0; team < kTeams; ++team) {
-#pragma unroll
-          for (int i = 0; i < kBatch; ++i) {
-            if (slot + i >= slot_end) continue;
-            const int offset = team * kTileBytes + (slot + i) * kSlotBytes;
-            const float4 part = other == layer ? *reinterpret_cast<const float4*>(own_slots + offset) : load_cluster(at + offset);
-            v[i][0] += part.x;
-            v[i][1] += part.y;
-            v[i][2] += part.z;
-            v[i][3] += part.w;
-          }
+        for (int i = 0; i < kBatch; ++i) {
+          if (slot + i >= slot_end) continue;
+          const float4 x = *reinterpret_cast<const float4*>(from + (slot + i - slot_begin) * kSlotBytes);
+          v[i][0] += x.x;
+          v[i][1] += x.y;
+          v[i][2] += x.z;
+          v[i][3] += x.w;
         }
       }
       const auto finish = [&](float(&x)[4], const float4& r) {
@@ -317,7 +339,10 @@ struct Tf32Gemm {
         if (slot + i < slot_end) store(i, v[i]);
       }
     }
-    cluster_sync_relaxed();  // the other blocks may still read this one's slots or arrive at its barriers
+    if (layers > 1) {  // copies may still read this block's sums
+      cluster_arrive_relaxed();
+      cluster_wait();
+    }
   }
 };
 
@@ -493,9 +518,9 @@ Status launch_tf32(const char* what, const GemmParams& p, const ExecContext& con
   const auto kernel = gemm_sm90a_tf32_kernel<Gemm>;
   ORTPLUGINS_RETURN_IF_ERROR(limit.raise(kernel, *context.device, 227 * 1024));
   const int64_t grid = tiles * layers;
-  args.stages = choose_stages(grid, Gemm::kMostBlocks, sm_count, Gemm::kStageBytes, 0, ceil_div(k_tiles, layers), Gemm::kLeastStages);
+  args.stages = choose_stages(grid, Gemm::kMostBlocks, sm_count, Gemm::kStageBytes, Gemm::kReceivedBarrierBytes, ceil_div(k_tiles, layers), Gemm::kLeastStages);
   if (Gemm::kTeams > 1) args.stages = args.stages / 2 * 2;  // so that a stage is always the same team's, and its parity tells
-  const int smem_bytes = args.stages * (Gemm::kStageBytes + 16);
+  const int smem_bytes = args.stages * (Gemm::kStageBytes + 16) + Gemm::kReceivedBarrierBytes;
   const bool overlaps = grid <= 8 * sm_count;
   return launch_with({static_cast<unsigned>(layers), overlaps}, what, kernel, static_cast<unsigned>(grid), Gemm::kThreads, smem_bytes, context, p, args);
 }
