@@ -104,28 +104,19 @@ struct SmallSimt {
       for (int j = 0; j < kThreadN; ++j) acc[i][j] = 0.0F;
     }
   }
-  // The first k_left of k. Lean: warps and lower halves that have no element of y have nothing to do.
-  __device__ __forceinline__ void multiply(const char* stage, int m_left, int n_left, int k_left) {
-    if (!C::kLean) return multiply_rows<kThreadM>(stage, C::kBlockK);
-    if (static_cast<int>(threadIdx.x) / 32 * C::kWarpN >= n_left) return;
-    if (m_left <= 32) {
-      multiply_rows<kThreadM / 2>(stage, k_left);
-    } else {
-      multiply_rows<kThreadM>(stage, k_left);
-    }
-  }
-  template <int kCount>
-  __device__ __forceinline__ void multiply_rows(const char* stage, int k_left) {
+  // Float tiles are not lean: all of the stage.
+  __device__ __forceinline__ void multiply(const char* stage, int, int, int) {
+    static_assert(!C::kLean, "no part of a tile is left out");
     const char* const tile_a = stage + row * 128;
     const char* const tile_b = stage + C::kTileBytes;
 #pragma unroll 1
-    for (int first_k = 0; first_k < k_left; first_k += C::kStepK) {
+    for (int first_k = 0; first_k < C::kBlockK; first_k += C::kStepK) {
 #pragma unroll kTransB ? 1 : 4
       for (int quad = 0; quad < C::kStepK / 4; ++quad) {
         const int chunk = first_k / 4 + quad;
-        float a[kCount][4];
+        float a[kThreadM][4];
 #pragma unroll
-        for (int i = 0; i < kCount; ++i) load_quad(a[i], tile_a + i * 1024 + ((chunk ^ of_eight) << 4));
+        for (int i = 0; i < kThreadM; ++i) load_quad(a[i], tile_a + i * 1024 + ((chunk ^ of_eight) << 4));
         if constexpr (kTransB) {
 #pragma unroll
           for (int q = 0; q < 2; ++q) {
@@ -135,7 +126,7 @@ struct SmallSimt {
 #pragma unroll
             for (int k = 0; k < 4; ++k) {
 #pragma unroll
-              for (int i = 0; i < kCount; ++i) {
+              for (int i = 0; i < kThreadM; ++i) {
 #pragma unroll
                 for (int step = 0; step < 4; ++step) {
                   const int j = i % 2 == 0 ? step : 3 - step;
@@ -153,7 +144,7 @@ struct SmallSimt {
             for (int q = 0; q < 2; ++q) load_quad(reinterpret_cast<float(&)[4]>(b[4 * q]), tile_b + (4 * chunk + k) * 256 + (((col / 4 + 4 * q) ^ (k << 1)) << 4));
             // To and fro over the columns, and sums in the other bank of registers than b: as in gemm_simt.h.
 #pragma unroll
-            for (int i = 0; i < kCount; ++i) {
+            for (int i = 0; i < kThreadM; ++i) {
 #pragma unroll
               for (int step = 0; step < kThreadN; ++step) {
                 const int j = i % 2 == 0 ? step : kThreadN - 1 - step;
