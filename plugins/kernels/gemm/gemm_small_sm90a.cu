@@ -332,7 +332,9 @@ struct SmallPlace {
   int64_t batch_idx, first_m, first_n;
 };
 
-template <SmallMath kMath, class C, bool kTransB>
+// kPlain: whole float tiles, of which y = alpha * acc; all rows of a thread are stored at once. H200, 4096 x 64 x 64 x 64 in tf32:
+// 49.8 us instead of 50.8.
+template <SmallMath kMath, class C, bool kTransB, bool kPlain>
 __global__ void __launch_bounds__(C::kThreads, C::kBlocks) gemm_small_kernel(const __grid_constant__ GemmParams p) {
   using T = typename C::Element;
   extern __shared__ __align__(128) char smem_generic[];
@@ -399,6 +401,16 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocks) gemm_small_kernel(con
     __syncthreads();
     products.put(this_stage);
     __syncthreads();
+    if constexpr (kPlain) {
+      const int row = thread_index() / 16, col = thread_index() % 16 * 4;
+      float* const y = static_cast<float*>(p.y) + place.batch_idx * p.m * p.n + (place.first_m + row) * p.n + place.first_n + col;
+#pragma unroll
+      for (int i = 0; i < C::kBlock; i += C::kThreads / 16) {
+        const float4 v = C::TileC::get(this_stage, row + i, col);
+        *reinterpret_cast<float4*>(y + i * p.n) = make_float4(p.alpha * v.x, p.alpha * v.y, p.alpha * v.z, p.alpha * v.w);
+      }
+      continue;
+    }
     const GemmOperands<T> operands(p, place.batch_idx);
     const auto read = [&](int row, int col) { return products.read(this_stage, row, col); };
     C::TileC::store_rows(this_stage, read, operands.epilogue, place.first_m, place.first_n, 0, C::kBlock, thread_index());
@@ -408,9 +420,9 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocks) gemm_small_kernel(con
 template <SmallMath kMath, class C>
 Status launch_small(const char* what, const GemmParams& p, const ExecContext& context) {
   if (is_empty(p)) return {};
-  const auto launch_layout = [&](auto trans_b) {
+  const auto launch_layout = [&](auto trans_b, auto plain) {
     static SmemLimit limit;
-    const auto kernel = gemm_small_kernel<kMath, C, decltype(trans_b)::value>;
+    const auto kernel = gemm_small_kernel<kMath, C, decltype(trans_b)::value, decltype(plain)::value>;
     ORTPLUGINS_RETURN_IF_ERROR(limit.raise(kernel, *context.device, C::kSmemBytes));
     const int64_t tiles = ceil_div(p.m, C::kBlock) * ceil_div(p.n, C::kBlock) * p.batch;
     // FFMA takes longer than the copies, which hide behind it. The tensor cores do not; there blocks that come and go share out
@@ -419,7 +431,12 @@ Status launch_small(const char* what, const GemmParams& p, const ExecContext& co
     const int64_t most = kMath == SmallMath::kIeee ? C::kBlocks * context.device->sm_count : tiles;
     return launch_with({1, true}, what, kernel, dim3(grid_size(tiles, most)), C::kThreads, C::kSmemBytes, context, p);
   };
-  return p.trans_b ? launch_layout(std::true_type{}) : launch_layout(std::false_type{});
+  if constexpr (kMath == SmallMath::kTf32) {
+    const bool plain = p.m % C::kBlock == 0 && p.n % C::kBlock == 0 && is_aligned(p.y, 16) && p.bias == nullptr && p.residual == nullptr &&
+                       p.activation == Activation::kNone;
+    if (plain) return p.trans_b ? launch_layout(std::true_type{}, std::true_type{}) : launch_layout(std::false_type{}, std::true_type{});
+  }
+  return p.trans_b ? launch_layout(std::true_type{}, std::false_type{}) : launch_layout(std::false_type{}, std::false_type{});
 }
 
 }  // namespace
