@@ -38,18 +38,22 @@ stage() { # NAME COMMAND...
   return $rc
 }
 
-# Every test file under every tool at once, each with a log of its own and at most LIMIT seconds; the long ones in parts.
+# Every test file under every tool at once, each with a log of its own and at most LIMIT seconds; the long ones in two parts, by
+# the rows of Hopper and the others. More processes than a handful in a part take longer, not less: each starts under the tool.
 sanitize() {
-  local tool file name rc job workers start jobs=()
+  local tool file part name rc job start jobs=()
   local -A names=()
   for tool in memcheck racecheck; do
     for file in "${kernel_tests[@]}" tests/test_ladder.py tests/test_tensorrt_host.py; do
-      name=sanitize-$tool-$(basename "$file" .py)
-      case $file in *gemm* | *attention*) workers=${SANITIZE_JOBS:-4} ;; *) workers=0 ;; esac
-      timeout -k 5 "${LIMIT:-240}" compute-sanitizer --tool "$tool" --error-exitcode 9 --target-processes all \
-        "$PYTHON" -m pytest -q -n "$workers" -m "gpu and small" -p no:cacheprovider "$file" >"$OUT/$name.log" 2>&1 &
-      names[$!]=$name
-      jobs+=($!)
+      local parts=("") workers=0
+      case $file in *gemm* | *attention*) parts=("sm90a" "not sm90a") workers=${SANITIZE_JOBS:-4} ;; esac
+      for part in "${parts[@]}"; do
+        name=sanitize-$tool-$(basename "$file" .py)${part:+-${part// /-}}
+        timeout -k 5 "${LIMIT:-240}" compute-sanitizer --tool "$tool" --error-exitcode 9 --target-processes all \
+          "$PYTHON" -m pytest -q -n "$workers" -m "gpu and small" -k "$part" -p no:cacheprovider "$file" >"$OUT/$name.log" 2>&1 &
+        names[$!]=$name
+        jobs+=($!)
+      done
     done
   done
   echo "=== sanitize"
