@@ -241,9 +241,9 @@ constexpr Variant<AttentionParams> kAttentionVariants[] = {
      attention_simt_split_workspace},
 #if ORTPLUGINS_WITH_SM90A
     {162, "sm90a_wgmma_64x64x64_s2", DeviceKind::kCuda, supports_wgmma_rows<64>, launch_attention_wgmma_64x64, nullptr, suits_wgmma_64},
-    {160, "sm90a_wgmma_256x64x40_s4", DeviceKind::kCuda, supports_wgmma_plain<40>, launch_attention_wgmma_256x40, nullptr,
+    {160, "sm90a_wgmma_256x64x40_s8", DeviceKind::kCuda, supports_wgmma_plain<40>, launch_attention_wgmma_256x40, nullptr,
      suits_wgmma_256},
-    {161, "sm90a_wgmma_256x64x64_s4", DeviceKind::kCuda, supports_wgmma_rows<64>, launch_attention_wgmma_256x64, nullptr,
+    {161, "sm90a_wgmma_256x64x64_s8", DeviceKind::kCuda, supports_wgmma_rows<64>, launch_attention_wgmma_256x64, nullptr,
      suits_wgmma_256},
     {151, "sm90a_wgmma_128x128x64_s2", DeviceKind::kCuda, supports_wgmma<64>, launch_attention_wgmma_64},
     {164, "sm90a_wgmma_256x64x72_s4", DeviceKind::kCuda, supports_wgmma_plain<72>, launch_attention_wgmma_256x72, nullptr,

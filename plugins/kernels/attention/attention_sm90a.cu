@@ -12,7 +12,9 @@
 //   - within a warpgroup, the product of the next tile's scores and that of this tile's weights with v are issued together;
 //     the softmax of the next tile runs while the second is in flight;
 //   - between warpgroups, a token (named barriers) lets one issue its products at a time, so that one multiplies while
-//     another is in its softmax.
+//     another is in its softmax; with eight stages they do as well without.
+// What remains: while the tensor cores multiply, exponentials take 13 cycles a warp instead of 8, and each instruction of the
+// FMA pipe takes a cycle from the products. So a polynomial in place of a quarter of the exponentials takes 10 % more time.
 //
 // Shared memory, each tile in blocks of 64 elements (rows of 128 bytes, swizzled by TMA), 1024-byte aligned:
 //   q (kStagesQ x kBlockM rows), k and v (kStages x kBlockN rows each), with a mask also kStages mask tiles (kBlockM rows)
@@ -34,6 +36,18 @@ namespace {
 // does not take; each thread loads the values of its own scores.
 enum class MaskTiles : int { kNone, kKeys, kRows16, kRowsBool, kRowsLoads };
 
+// Division of numbers below 2^31 by a divisor that the host knows: a multiplication, where the compiler's takes 20 instructions.
+struct Divisor {
+  unsigned multiplier = 1, shift = 0;  // n / d = (n + the high half of n * multiplier) >> shift
+
+  Divisor() = default;
+  explicit Divisor(int64_t d) {
+    while ((int64_t{1} << shift) < d) ++shift;
+    multiplier = static_cast<unsigned>((((int64_t{1} << shift) - d) << 32) / d + 1);
+  }
+  __device__ __forceinline__ unsigned quotient(unsigned n) const { return (n + __umulhi(n, multiplier)) >> shift; }
+};
+
 struct WgmmaLaunch {
   AttentionLaunch a;
   CUtensorMap q, k, v, mask;
@@ -44,6 +58,10 @@ struct WgmmaLaunch {
   int items = 0;
   int q_bytes = 0;          // of a tile of q
   int section_heads = 1;    // heads (of all sequences) whose items are dealt out together under a causal mask
+  int heads = 1;            // of all sequences
+  Divisor tiles, inner;     // of a head; heads of a sequence, or sequences if batch_inner
+  Divisor group;
+  Divisor section, full_section, last_section;  // items of a section; heads of each section but the last, and of that one
 };
 
 // What becomes of a product, each with all that stands before it: a positive factor and a mask of keys; a mask whose rows
@@ -60,6 +78,9 @@ struct WgmmaTile {
   static constexpr bool kRows = kScores_ != Scores::kFactor && !kSplit, kAny = kScores_ == Scores::kAny;
   static constexpr int kBlockM = 64 * kConsumers;
   static constexpr int kThreads = 128 * (kConsumers + 1);
+  // With many stages warpgroups may drift apart, which spreads them over softmax and products as well as a token does, and
+  // one starts or ends its item while others multiply: 1 to 4 % less time.
+  static constexpr bool kTokens = kConsumers > 1 && kStages < 8;
 
   static constexpr int kDimBlocks = (kDim + 63) / 64;
   static constexpr int kBytesQ = kDimBlocks * kBlockM * 128;
@@ -110,9 +131,10 @@ __device__ __forceinline__ int wgmma_item(const WgmmaLaunch& w, int round) {
   if (slot >= w.items) return -1;
   const int tiles = static_cast<int>(w.a.tiles);
   const int section_items = w.section_heads * tiles;
-  const int section = slot / section_items, rest = slot % section_items;
-  const int heads = min(w.section_heads, w.items / tiles - section * w.section_heads);
-  return (section * w.section_heads + rest % heads) * tiles + rest / heads;
+  const int section = static_cast<int>(w.section.quotient(static_cast<unsigned>(slot))), rest = slot - section * section_items;
+  const int heads = min(w.section_heads, w.heads - section * w.section_heads);
+  const int tile = static_cast<int>((heads == w.section_heads ? w.full_section : w.last_section).quotient(static_cast<unsigned>(rest)));
+  return (section * w.section_heads + rest - tile * heads) * tiles + tile;
 }
 
 // The keys of a row of a kKeys mask that are not masked lie in [first, last); if it is `clean`, those are all of them and
@@ -172,17 +194,18 @@ __device__ __forceinline__ void for_each_item(const WgmmaLaunch& w, Visit visit)
     }
     const int index = wgmma_item(w, round);
     if (index < 0) continue;
-    const unsigned head = static_cast<unsigned>(index) / tiles;
+    const unsigned head = w.tiles.quotient(static_cast<unsigned>(index));
     unsigned tile = static_cast<unsigned>(index) - head * tiles;
     if (w.a.p.is_causal) tile = tiles - 1 - tile;
     WgmmaItem item;
     item.row0 = static_cast<int>(tile) * kBlockM;
     const unsigned inner = w.batch_inner ? static_cast<unsigned>(w.a.p.batch) : heads;
-    const int outer_idx = static_cast<int>(head / inner), inner_idx = static_cast<int>(head % inner);
+    const unsigned outer = w.inner.quotient(head);
+    const int outer_idx = static_cast<int>(outer), inner_idx = static_cast<int>(head - outer * inner);
     item.b = w.batch_inner ? inner_idx : outer_idx;
     item.h = w.batch_inner ? outer_idx : inner_idx;
     item.split = 0;
-    item.kv_head = static_cast<int>(static_cast<unsigned>(item.h) / static_cast<unsigned>(w.a.group));
+    item.kv_head = static_cast<int>(w.group.quotient(static_cast<unsigned>(item.h)));
     const KeyBand band = key_band(w.a.p, item.b);
     item.first = band.first(item.row0);
     item.last = band.last(min(item.row0 + kBlockM, rows) - 1);
@@ -602,7 +625,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm) attention_
   const int warp_row = consumer_idx * 64 + warp_idx % 4 * 16;  // in the tile
   // Token: barrier 1 + i lets consumer i issue; 256 threads, those of consumer i and of the one before it.
   const int own_token = 1 + consumer_idx, next_token = 1 + (consumer_idx + 1) % Tile::kConsumers;
-  if (Tile::kConsumers > 1 && consumer_idx == Tile::kConsumers - 1) named_barrier_arrive(next_token, 256);
+  if (Tile::kTokens && consumer_idx == Tile::kConsumers - 1) named_barrier_arrive(next_token, 256);
 
   const uint64_t desc_q = wgmma_descriptor(sQ + consumer_idx * 64 * 128);
   const uint64_t desc_k = wgmma_descriptor(sK), desc_v = wgmma_descriptor(sV, kBlockN * 128);
@@ -810,7 +833,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm) attention_
         mbarrier_wait(barriers.v_full(v_state.stage), v_state.parity);
         arrive(barriers.v_empty(v_state.stage));
         v_state.advance();
-        if (Tile::kConsumers > 1 && passes >= 0) {
+        if (Tile::kTokens && passes >= 0) {
           named_barrier_sync(own_token, 256);
           named_barrier_arrive(next_token, 256);
         }
@@ -833,11 +856,11 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm) attention_
 
         // Mainloop: scores of the tile at j0, values of the one before.
         for (int j0 = own_first + kBlockN; j0 < own_last; j0 += kBlockN) {
-          if constexpr (Tile::kConsumers > 1) named_barrier_sync(own_token, 256);
+          if constexpr (Tile::kTokens) named_barrier_sync(own_token, 256);
           issue_scores(k_state.stage);
           mbarrier_wait(barriers.v_full(v_state.stage), v_state.parity);
           issue_values(v_state.stage);
-          if constexpr (Tile::kConsumers > 1) named_barrier_arrive(next_token, 256);
+          if constexpr (Tile::kTokens) named_barrier_arrive(next_token, 256);
           wgmma_wait<1>();
           wgmma_pin(s);
           softmax.go_on(finish_scores(j0, false));
@@ -895,7 +918,8 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm) attention_
       return;
     }
 
-    // Epilogue: y goes out of the registers in 16-byte chunks, four of a row at a time.
+    // Epilogue: y goes out of the registers in 16-byte chunks, four of a row at a time. Stored as it lies there, 16 bytes of a
+    // row from four lanes, it takes a quarter of the instructions, but 1 to 6 % more time: L2 gets halves of sectors.
     const auto head_of = [&](int r) { return Tile::kSplit ? tile.h + r / rows : tile.h; };
     const auto query_of = [&](int r) { return Tile::kSplit ? r % rows : r; };
     const int item_rows = Tile::kSplit ? rows * w.a.group : rows;
@@ -904,28 +928,27 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm) attention_
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const float sum = warp_sum<4>(softmax.sum[half]);
-      const float inverse = sum == 0.0F ? 0.0F : 1.0F / sum;
-      bool redo = isnan(sum) || softmax.is_spoilt(half, may_be_large);
+      const float inverse = reciprocal_approx(sum);
+      const bool redo = isnan(sum) || softmax.is_spoilt(half, may_be_large);
       const int r_idx = row0 + 8 * half;
       T* const y_row = y + head_of(r_idx) * p.y_strides.head + query_of(r_idx) * p.y_strides.seq;
+      bool has_nan = false;
 #pragma unroll
       for (int chunk = 0; chunk < kDim / 8; chunk += 4) {
-        uint32_t r[4];
+        uint32_t r[4] = {};
 #pragma unroll
-        for (int c = 0; c < 4; ++c) {
-          r[c] = 0;
-          if (chunk + c >= kDim / 8) continue;
-          const float lo = acc[4 * (chunk + c) + 2 * half], hi = acc[4 * (chunk + c) + 2 * half + 1];
-          redo |= (isnan(lo) || isnan(hi)) && sum != 0.0F;
-          r[c] = pack_half2<T>(sum == 0.0F ? 0.0F : lo * inverse, sum == 0.0F ? 0.0F : hi * inverse);
+        for (int i = 0; i < 4; ++i) {
+          const int n = chunk + i;
+          if (n >= kDim / 8) continue;
+          const float lo = acc[4 * n + 2 * half], hi = acc[4 * n + 2 * half + 1];
+          has_nan |= !(lo <= hi) && !(lo > hi);  // one comparison of both
+          r[i] = sum == 0.0F ? 0 : pack_half2<T>(lo * inverse, hi * inverse);
         }
         transpose_quad(r, t);
         const int d = (chunk + t) * 8;
-        if (r_idx < item_rows && d < p.v_head_dim) {
-          *reinterpret_cast<uint4*>(y_row + d) = make_uint4(r[0], r[1], r[2], r[3]);
-        }
+        if (r_idx < item_rows && d < p.v_head_dim) *reinterpret_cast<uint4*>(y_row + d) = make_uint4(r[0], r[1], r[2], r[3]);
       }
-      spoilt[half] = __ballot_sync(kFullWarp, redo);
+      spoilt[half] = __ballot_sync(kFullWarp, redo || (has_nan && sum != 0.0F));
     }
     // A masked NaN or infinity of k or v leaked, or there is a NaN to be seen: see attend_row_exactly.
     if ((spoilt[0] | spoilt[1]) != 0) {
@@ -1056,6 +1079,13 @@ Status launch_wgmma_typed(const AttentionParams& params, const ExecContext& cont
       ORTPLUGINS_RETURN_IF_ERROR(encode_tensor_map(&w.mask, static_cast<const T*>(p.mask), 4, dims, strides, box));
     }
   }
+  w.tiles = Divisor(w.a.tiles);
+  w.inner = Divisor(w.batch_inner ? p.batch : p.heads);
+  w.group = Divisor(w.a.group);
+  w.heads = static_cast<int>(heads);
+  w.section = Divisor(w.section_heads * w.a.tiles);
+  w.full_section = Divisor(w.section_heads);
+  w.last_section = Divisor(heads % w.section_heads == 0 ? w.section_heads : heads % w.section_heads);
   static SmemLimit limit;
   const auto kernel = attention_wgmma_kernel<T, Tile>;
   ORTPLUGINS_RETURN_IF_ERROR(limit.raise(kernel, *context.device, Tile::kSmemBytes));
@@ -1138,10 +1168,10 @@ Status launch_attention_wgmma_split(const AttentionParams& params, const ExecCon
 
 // Keys of a tile: as many as registers and shared memory allow, 128 where they allow it. A mask takes shared memory too.
 Status launch_attention_wgmma_256x40(const AttentionParams& params, const ExecContext& context) {
-  return launch_wgmma<WgmmaTile<40, 64, 4, 4>>(params, context);
+  return launch_wgmma<WgmmaTile<40, 64, 4, 8>>(params, context);
 }
 Status launch_attention_wgmma_256x64(const AttentionParams& params, const ExecContext& context) {
-  return launch_wgmma<WgmmaTile<64, 64, 4, 4>, WgmmaTile<64, 64, 4, 3, Scores::kRows>>(params, context);
+  return launch_wgmma<WgmmaTile<64, 64, 4, 8>, WgmmaTile<64, 64, 4, 3, Scores::kRows>>(params, context);
 }
 Status launch_attention_wgmma_256x72(const AttentionParams& params, const ExecContext& context) {
   return launch_wgmma<WgmmaTile<72, 64, 4, 4>>(params, context);
