@@ -26,6 +26,7 @@
 #include "device/sm90_rs.h"
 #include "device/tensor_map.h"
 #include "kernels/attention/attention_device.h"
+#include "kernels/attention/attention_sm90a.h"
 #include "kernels/attention/variants.h"
 
 namespace ortplugins {
@@ -35,18 +36,6 @@ namespace {
 // producer warp. kRows16, kRowsBool: a tile of elements or of bytes, brought by TMA. kRowsLoads: rows whose alignment TMA
 // does not take; each thread loads the values of its own scores.
 enum class MaskTiles : int { kNone, kKeys, kRows16, kRowsBool, kRowsLoads };
-
-// Division of numbers below 2^31 by a divisor that the host knows: a multiplication, where the compiler's takes 20 instructions.
-struct Divisor {
-  unsigned multiplier = 1, shift = 0;  // n / d = (n + the high half of n * multiplier) >> shift
-
-  Divisor() = default;
-  explicit Divisor(int64_t d) {
-    while ((int64_t{1} << shift) < d) ++shift;
-    multiplier = static_cast<unsigned>((((int64_t{1} << shift) - d) << 32) / d + 1);
-  }
-  __device__ __forceinline__ unsigned quotient(unsigned n) const { return (n + __umulhi(n, multiplier)) >> shift; }
-};
 
 struct WgmmaLaunch {
   AttentionLaunch a;
@@ -251,11 +240,6 @@ __device__ __forceinline__ uint32_t load_shared_u32(uint32_t address) {
 __device__ __forceinline__ uint32_t load_shared_u16(uint32_t address) {
   uint16_t v;
   asm volatile("ld.shared.u16 %0, [%1];\n" : "=h"(v) : "r"(address) : "memory");
-  return v;
-}
-__device__ __forceinline__ float2 load_shared_float2(uint32_t address) {
-  float2 v;
-  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];\n" : "=f"(v.x), "=f"(v.y) : "r"(address) : "memory");
   return v;
 }
 
@@ -961,18 +945,6 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm) attention_
       }
     }
   });
-}
-
-// Keys and values as the kernel reads them: with a cache, `present` holds both parts.
-struct KeyTensors {
-  const void *k, *v;
-  AttentionStrides k_strides, v_strides;
-};
-KeyTensors key_tensors(const AttentionParams& p) {
-  if (p.past_len == 0) return {p.k, p.v, p.k_strides, p.v_strides};
-  const int64_t len = p.total_len();
-  return {p.present_k, p.present_v, {p.kv_heads * len * p.head_dim, p.head_dim, len * p.head_dim},
-          {p.kv_heads * len * p.v_head_dim, p.v_head_dim, len * p.v_head_dim}};
 }
 
 bool mask_is_keys(const AttentionParams& p) { return p.mask_stride_seq == 0 || p.q_len == 1; }

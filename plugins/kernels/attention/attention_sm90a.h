@@ -1,0 +1,38 @@
+// What the kernels of FusedAttention for 16-bit types on Hopper share.
+#pragma once
+
+#include "kernels/attention/attention_device.h"
+
+namespace ortplugins {
+
+// Division of numbers below 2^31 by a divisor that the host knows: a multiplication, where the compiler's takes 20 instructions.
+struct Divisor {
+  unsigned multiplier = 1, shift = 0;  // n / d = (n + the high half of n * multiplier) >> shift
+
+  Divisor() = default;
+  explicit Divisor(int64_t d) {
+    while ((int64_t{1} << shift) < d) ++shift;
+    multiplier = static_cast<unsigned>((((int64_t{1} << shift) - d) << 32) / d + 1);
+  }
+  __device__ __forceinline__ unsigned quotient(unsigned n) const { return (n + __umulhi(n, multiplier)) >> shift; }
+};
+
+// Keys and values as the kernel reads them: with a cache, `present` holds both parts.
+struct KeyTensors {
+  const void *k, *v;
+  AttentionStrides k_strides, v_strides;
+};
+inline KeyTensors key_tensors(const AttentionParams& p) {
+  if (p.past_len == 0) return {p.k, p.v, p.k_strides, p.v_strides};
+  const int64_t len = p.total_len();
+  return {p.present_k, p.present_v, {p.kv_heads * len * p.head_dim, p.head_dim, len * p.head_dim},
+          {p.kv_heads * len * p.v_head_dim, p.v_head_dim, len * p.v_head_dim}};
+}
+
+__device__ __forceinline__ float2 load_shared_float2(uint32_t address) {
+  float2 v;
+  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];\n" : "=f"(v.x), "=f"(v.y) : "r"(address) : "memory");
+  return v;
+}
+
+}  // namespace ortplugins
