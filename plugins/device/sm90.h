@@ -97,12 +97,19 @@ __device__ __forceinline__ void tma_store_3d(const CUtensorMap* map, uint32_t sm
                "r"(y), "r"(z)
                : "memory");
 }
+__device__ __forceinline__ void tma_store_4d(const CUtensorMap* map, uint32_t smem, int x, int y, int z, int w) {
+  asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5}], [%1];\n" ::"l"(map), "r"(smem), "r"(x),
+               "r"(y), "r"(z), "r"(w)
+               : "memory");
+}
 __device__ __forceinline__ void tma_store_commit() { asm volatile("cp.async.bulk.commit_group;\n" ::: "memory"); }
 // Until at most kPending groups still read shared memory.
 template <int kPending>
 __device__ __forceinline__ void tma_store_wait() {
   asm volatile("cp.async.bulk.wait_group.read %0;\n" ::"n"(kPending) : "memory");
 }
+// Until all groups have been written to memory.
+__device__ __forceinline__ void tma_store_wait_all() { asm volatile("cp.async.bulk.wait_group 0;\n" ::: "memory"); }
 // Makes this thread's ordinary writes to shared memory visible to the copy engine and the tensor cores. Then a barrier.
 __device__ __forceinline__ void fence_async_proxy() { asm volatile("fence.proxy.async.shared::cta;\n" ::: "memory"); }
 
@@ -154,6 +161,13 @@ __device__ __forceinline__ uint64_t wgmma_descriptor(uint32_t smem, int leading_
   constexpr uint64_t kSwizzle128 = uint64_t{1} << 62;
   return kSwizzle128 | (static_cast<uint64_t>(stride_bytes >> 4) << 32) | (static_cast<uint64_t>(leading_bytes >> 4) << 16) |
          ((smem & 0x3ffff) >> 4);
+}
+
+// The same along k, of rows of 32 or 64 bytes with the swizzle of that width, aligned to eight of them.
+template <int kRowBytes>
+__device__ __forceinline__ uint64_t wgmma_tail_descriptor(uint32_t smem) {
+  constexpr uint64_t kSwizzle = uint64_t{kRowBytes == 32 ? 3 : 2} << 62;
+  return kSwizzle | (static_cast<uint64_t>(8 * kRowBytes >> 4) << 32) | (uint64_t{1} << 16) | ((smem & 0x3ffff) >> 4);
 }
 
 // Before the first wgmma, and whenever registers that one reads or adds to were written otherwise.

@@ -88,7 +88,7 @@ struct KeyBand {
   __device__ __forceinline__ int last(int i) const { return min(end, i + right); }
 };
 
-__device__ __forceinline__ KeyBand key_band(const AttentionParams& p, int64_t b) {
+ORTPLUGINS_HOST_DEVICE KeyBand key_band(const AttentionParams& p, int64_t b) {
   const auto clamp = [](int64_t v) { return static_cast<int>(min(max(v, -kMaxAttentionLen), kMaxAttentionLen)); };
   const int64_t offset = clamp(p.query_offset(b));
   KeyBand band;
@@ -168,6 +168,17 @@ __device__ __forceinline__ float to_score(const AttentionLaunch& a, float produc
   }
 }
 
+// Keeps the compiler from computing what depends on `v` ahead of a loop, where it would hold registers all the while.
+template <class Integer>
+__device__ __forceinline__ Integer computed_in_place(Integer v) {
+  if constexpr (sizeof(Integer) == 8) {
+    asm volatile("" : "+l"(v));
+  } else {
+    asm volatile("" : "+r"(v));
+  }
+  return v;
+}
+
 // Elements [dim_begin, dim_end) of one row of y, by one warp, key by key. A masked key's NaN cannot reach it, because a key without weight is not
 // multiplied at all. Matrix tiles cannot leave out single products (0 * NaN is NaN), so a kernel that finds NaN in a row
 // whose sum of weights is a number has this do the row again.
@@ -176,7 +187,7 @@ __device__ __forceinline__ void attend_row_exactly_inline(const AttentionLaunch&
                                                           int64_t dim_begin, int64_t dim_end) {
   const AttentionParams& p = a.p;
   constexpr int kLaneDims = 8;
-  const int lane_idx = static_cast<int>(threadIdx.x) % 32;
+  const int lane_idx = computed_in_place(static_cast<int>(threadIdx.x) % 32);
   const KeyBand band = key_band(p, b);
   const int first = band.first(static_cast<int>(i)), last = band.last(static_cast<int>(i));
   const T* q = static_cast<const T*>(p.q) + b * p.q_strides.batch + h * p.q_strides.head + i * p.q_strides.seq;
@@ -216,17 +227,6 @@ template <class T>
 __device__ __noinline__ void attend_row_exactly(const AttentionLaunch& a, int64_t b, int64_t h, int64_t i,
                                                  int64_t dim_begin, int64_t dim_end) {
   attend_row_exactly_inline<T>(a, b, h, i, dim_begin, dim_end);
-}
-
-// Keeps the compiler from computing what depends on `v` ahead of a loop, where it would hold registers all the while.
-template <class Integer>
-__device__ __forceinline__ Integer computed_in_place(Integer v) {
-  if constexpr (sizeof(Integer) == 8) {
-    asm volatile("" : "+l"(v));
-  } else {
-    asm volatile("" : "+r"(v));
-  }
-  return v;
 }
 
 // The part of the work that one block does: a tile of query rows of one sequence against a range of keys. Row r of a tile

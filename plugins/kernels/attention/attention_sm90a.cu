@@ -16,9 +16,12 @@
 // What remains: while the tensor cores multiply, exponentials take 13 cycles a warp instead of 8, and each instruction of the
 // FMA pipe takes a cycle from the products. So a polynomial in place of a quarter of the exponentials takes 10 % more time.
 //
+// At the end of an item a consumer has much to do that is not products: the producer decodes items for them, and results go
+// out by TMA, by way of the shared memory of their q.
+//
 // Shared memory, each tile in blocks of 64 elements (rows of 128 bytes, swizzled by TMA), 1024-byte aligned:
 //   q (kStagesQ x kBlockM rows), k and v (kStages x kBlockN rows each), with a mask also kStages mask tiles (kBlockM rows)
-//   or rows.
+//   or rows; then the narrow blocks of q and k, if a tile has them.
 #include <algorithm>
 
 #include "device/dependent_launch.h"
@@ -37,17 +40,26 @@ namespace {
 // does not take; each thread loads the values of its own scores.
 enum class MaskTiles : int { kNone, kKeys, kRows16, kRowsBool, kRowsLoads };
 
+// Boxes of a tensor whose rows have `dim` elements: of 64, and of those that are left after whole blocks of 64. A box that
+// reaches past the row would take the copy engine up to twice the time: on an H200, 8 cycles for each row of 128 bytes.
+struct TileMaps {
+  CUtensorMap wide, last;
+  int dim = 0;
+  int bytes = 0;  // of a tile
+};
+
 struct WgmmaLaunch {
   AttentionLaunch a;
-  CUtensorMap q, k, v, mask;
+  TileMaps q, k, v, y;
+  CUtensorMap mask;
   MaskTiles mask_tiles = MaskTiles::kNone;
   bool mask_has_batch = false, mask_has_head = false;
   bool batch_inner = false;  // items count sequences before heads: those that run together read the same rows of a mask
   bool scores = false;      // products need more than a positive factor: softcap, or a scale that is not positive
   int items = 0;
-  int q_bytes = 0;          // of a tile of q
   int section_heads = 1;    // heads (of all sequences) whose items are dealt out together under a causal mask
   int heads = 1;            // of all sequences
+  KeyBand band{};           // of every sequence, unless their lengths lie in device memory
   Divisor tiles, inner;     // of a head; heads of a sequence, or sequences if batch_inner
   Divisor group;
   Divisor section, full_section, last_section;  // items of a section; heads of each section but the last, and of that one
@@ -60,27 +72,35 @@ enum class Scores : int { kFactor, kRows, kAny };
 // All numbers of a variant. kSplit: few queries on a long cache. Then a tile's rows are those of all query heads that share a
 // key head, row r being query r % q_len of head r / q_len of the group, and the keys are split over items, whose results are
 // merged afterwards.
-template <int kDim_, int kBlockN_, int kConsumers_, int kStages_, Scores kScores_ = Scores::kFactor, bool kSplit_ = false>
+template <int kDim_, int kBlockN_, int kConsumers_, int kStages_, Scores kScores_ = Scores::kFactor, bool kTokens_ = true,
+          bool kNarrowTail = false, bool kSplit_ = false>
 struct WgmmaTile {
   static constexpr int kDim = kDim_, kBlockN = kBlockN_, kConsumers = kConsumers_, kStages = kStages_;
   static constexpr bool kSplit = kSplit_;
   static constexpr bool kRows = kScores_ != Scores::kFactor && !kSplit, kAny = kScores_ == Scores::kAny;
   static constexpr int kBlockM = 64 * kConsumers;
   static constexpr int kThreads = 128 * (kConsumers + 1);
-  // With many stages warpgroups may drift apart, which spreads them over softmax and products as well as a token does, and
-  // one starts or ends its item while others multiply: 1 to 4 % less time.
-  static constexpr bool kTokens = kConsumers > 1 && kStages < 8;
+  static constexpr bool kTokens = kTokens_ && kConsumers > 1;
 
+  // With a narrow tail, columns of q and k past whole blocks of 64 lie in a block with shorter rows, which leaves room for a
+  // second tile of q and more stages.
   static constexpr int kDimBlocks = (kDim + 63) / 64;
-  static constexpr int kBytesQ = kDimBlocks * kBlockM * 128;
-  static constexpr int kBytesK = kDimBlocks * kBlockN * 128;
+  static constexpr int kTailBytes = !kNarrowTail ? 0 : kDim % 64 <= 16 ? 32 : 64;  // of a row
+  static constexpr int kWideBlocks = kNarrowTail ? kDim / 64 : kDimBlocks;
+  static constexpr int kWideQ = kWideBlocks * kBlockM * 128, kTailQ = kTailBytes * kBlockM;
+  static constexpr int kWideK = kWideBlocks * kBlockN * 128, kTailK = kTailBytes * kBlockN;
+  static constexpr int kBytesV = kDimBlocks * kBlockN * 128;
   static constexpr int kBytesMask = kRows ? (kBlockN + 63) / 64 * kBlockM * 128 : 0;  // of 16-bit elements
-  static constexpr int smem_bytes(int stages_q) { return 1024 + stages_q * kBytesQ + kStages * (2 * kBytesK + kBytesMask); }
+  static constexpr int smem_bytes(int stages_q) {
+    return 1024 + stages_q * (kWideQ + kTailQ) + kStages * (kWideK + kTailK + kBytesV + kBytesMask);
+  }
 
   // Blocks of one consumer warpgroup, for short sequences, share a multiprocessor: one computes while another starts or ends.
   static constexpr int kBlocksPerSm = kConsumers > 1 || kSplit ? 1 : 3;
   // With room for a second tile of q, the loads of the next item start before this one ends.
-  static constexpr int kStagesQ = kBlocksPerSm * (smem_bytes(2) + 4096) <= 228 * 1024 ? 2 : 1;
+  static constexpr int kStagesQ = kBlocksPerSm * (smem_bytes(2) + 3072) <= 228 * 1024 ? 2 : 1;
+  // Then results leave by way of that of the item before, and the copy engine takes them out.
+  static constexpr bool kStoresTiles = kStagesQ == 2 && !kSplit;
   static constexpr int kSmemBytes = smem_bytes(kStagesQ);
   static_assert(kSmemBytes <= 227 * 1024);
 
@@ -147,6 +167,16 @@ struct WgmmaItem {
   }
 };
 
+// An item as the producer hands it to the consumers, which takes the decoding out of their way. The last one has b = -1.
+struct alignas(16) WgmmaItemSlot {
+  WgmmaItem item;
+  KeyBand band;
+};
+
+__device__ __forceinline__ KeyBand item_band(const WgmmaLaunch& w, int b) {
+  return w.a.p.total_lengths == nullptr ? w.band : key_band(w.a.p, b);
+}
+
 template <class Tile>
 __device__ __forceinline__ WgmmaItem split_item(const WgmmaLaunch& w, unsigned index, KeyBand* band) {
   const unsigned splits = static_cast<unsigned>(w.a.splits), kv_heads = static_cast<unsigned>(w.a.p.kv_heads);
@@ -157,7 +187,7 @@ __device__ __forceinline__ WgmmaItem split_item(const WgmmaLaunch& w, unsigned i
   item.kv_head = static_cast<int>(head % kv_heads);
   item.h = item.kv_head * w.a.group;
   item.row0 = 0;
-  *band = key_band(w.a.p, item.b);
+  *band = item_band(w, item.b);
   const int first = band->first(0), last = band->last(static_cast<int>(w.a.p.q_len) - 1);
   const int tiles = max(0, last - first + Tile::kBlockN - 1) / Tile::kBlockN;
   const int part = (tiles + w.a.splits - 1) / w.a.splits * Tile::kBlockN;
@@ -166,7 +196,7 @@ __device__ __forceinline__ WgmmaItem split_item(const WgmmaLaunch& w, unsigned i
   return item;
 }
 
-// Rounds of items until this block's part of the list ends; visit(item, band) for each.
+// Rounds of items until this block's part of the list ends; visit(item, band, round) for each.
 template <class Tile, class Visit>
 __device__ __forceinline__ void for_each_item(const WgmmaLaunch& w, Visit visit) {
   constexpr int kBlockM = Tile::kBlockM;
@@ -178,7 +208,7 @@ __device__ __forceinline__ void for_each_item(const WgmmaLaunch& w, Visit visit)
       if (index >= static_cast<unsigned>(w.items)) return;
       KeyBand band;
       const WgmmaItem item = split_item<Tile>(w, index, &band);
-      visit(item, band);
+      visit(item, band, round);
       continue;
     }
     const int index = wgmma_item(w, round);
@@ -195,10 +225,10 @@ __device__ __forceinline__ void for_each_item(const WgmmaLaunch& w, Visit visit)
     item.h = w.batch_inner ? outer_idx : inner_idx;
     item.split = 0;
     item.kv_head = static_cast<int>(w.group.quotient(static_cast<unsigned>(item.h)));
-    const KeyBand band = key_band(w.a.p, item.b);
+    const KeyBand band = item_band(w, item.b);
     item.first = band.first(item.row0);
     item.last = band.last(min(item.row0 + kBlockM, rows) - 1);
-    visit(item, band);
+    visit(item, band, round);
   }
 }
 
@@ -225,6 +255,17 @@ __device__ __forceinline__ float2 unpack_half2<__nv_bfloat16>(uint32_t bits) {
   return make_float2(__uint_as_float(bits << 16), __uint_as_float(bits & 0xffff0000U));
 }
 
+// 0 * x + y of two halves; not 0 once an x was infinite or NaN.
+template <class T>
+__device__ __forceinline__ uint32_t times_zero_plus(uint32_t x, uint32_t y) {
+  if constexpr (std::is_same_v<T, __half>) {
+    asm("fma.rn.f16x2 %0, %1, %2, %0;\n" : "+r"(y) : "r"(x), "r"(0));
+  } else {
+    asm("fma.rn.bf16x2 %0, %1, %2, %0;\n" : "+r"(y) : "r"(x), "r"(0));
+  }
+  return y;
+}
+
 // Read where it is needed, so that neither it nor what depends on it holds a register of a consumer meanwhile.
 __device__ __forceinline__ int lane_in_place() {
   int lane_idx;
@@ -236,6 +277,9 @@ __device__ __forceinline__ uint32_t load_shared_u32(uint32_t address) {
   uint32_t v;
   asm volatile("ld.shared.u32 %0, [%1];\n" : "=r"(v) : "r"(address) : "memory");
   return v;
+}
+__device__ __forceinline__ void store_shared_zero_16(uint32_t address) {
+  asm volatile("st.shared.v4.u32 [%0], {%1, %1, %1, %1};\n" ::"r"(address), "r"(0) : "memory");
 }
 __device__ __forceinline__ uint32_t load_shared_u16(uint32_t address) {
   uint16_t v;
@@ -316,14 +360,14 @@ __device__ __forceinline__ KeySpan key_span(const WgmmaLaunch& w, int64_t row, i
 // Scores in natural units, with the mask's values for rows row0 and row0 + 8 and columns from `column` on. Element is that of
 // the mask, one byte for bool.
 template <class Element, int kCount>
-__device__ __forceinline__ void add_loaded_mask(float (&s)[kCount], const WgmmaLaunch& w, const WgmmaItem& tile, int row0, int column,
+__device__ __forceinline__ void add_loaded_mask(float (&s)[kCount], const WgmmaLaunch& w, int b, int h, int row0, int column,
                                                 float factor) {
   const AttentionParams& p = w.a.p;
   const int valid = static_cast<int>(p.mask_len) - column;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const int i = min(row0 + 8 * half, static_cast<int>(p.q_len) - 1);
-    const Element* values = static_cast<const Element*>(p.mask) + mask_row_offset(p, tile.b, tile.h, i) + column;
+    const Element* values = static_cast<const Element*>(p.mask) + mask_row_offset(p, b, h, i) + column;
 #pragma unroll
     for (int n = 0; n < kCount / 4; ++n) {
 #pragma unroll
@@ -433,6 +477,29 @@ struct Softmax {
   }
 };
 
+// What the swizzle of rows of kRowBytes combines the numbers of a row's 16-byte chunks with.
+template <int kRowBytes>
+__device__ __forceinline__ int chunk_swap(int row) {
+  return kRowBytes == 32 ? row / 4 % 2 : kRowBytes == 64 ? row / 2 % 4 : row % 8;
+}
+
+// Calls copy(map, offset, column) for each block of a tile of `rows` rows: kWideBlocks of 64 elements, then one with rows of
+// `kTailBytes` at `tail_offset`, both as far as there are columns.
+template <int kWideBlocks, int kTailBytes, class Copy>
+__device__ __forceinline__ void for_each_block(const TileMaps& maps, int rows, uint32_t tail_offset, Copy copy) {
+#pragma unroll
+  for (int block = 0; block < kWideBlocks; ++block) {
+    const int column = block * 64;
+    const uint32_t offset = static_cast<uint32_t>(block * rows * 128);
+    if (column + 64 <= maps.dim) {
+      copy(&maps.wide, offset, column);
+    } else if (column < maps.dim) {
+      copy(&maps.last, offset, column);
+    }
+  }
+  if (kTailBytes > 0 && kWideBlocks * 64 < maps.dim) copy(&maps.last, tail_offset, kWideBlocks * 64);
+}
+
 // Asks L2 for what this block reads first, while the kernel in front still runs: a cache is there long before, and asking for
 // what is not does no harm. The lengths in device memory must not be read yet; with them nothing is asked for. On an H200, 1.6 of
 // 22 us for 67 MB of keys and values; three tiles and more gain nothing.
@@ -443,9 +510,41 @@ __device__ __forceinline__ void prefetch_first_keys(const WgmmaLaunch& w) {
   const WgmmaItem item = split_item<Tile>(w, blockIdx.x, &band);
   const int last = min(item.last, item.first + 2 * Tile::kBlockN);
   for (int j0 = item.first; j0 < last; j0 += Tile::kBlockN) {
-    for (int block = 0; block < Tile::kDimBlocks; ++block) tma_prefetch_l2_4d(&w.k, block * 64, j0, item.kv_head, item.b);
-    for (int block = 0; block < Tile::kDimBlocks; ++block) tma_prefetch_l2_4d(&w.v, block * 64, j0, item.kv_head, item.b);
+    for (const TileMaps* maps : {&w.k, &w.v}) {
+      for_each_block<Tile::kDimBlocks, 0>(*maps, Tile::kBlockN, 0, [&](const CUtensorMap* map, uint32_t, int column) {
+        tma_prefetch_l2_4d(map, column, j0, item.kv_head, item.b);
+      });
+    }
   }
+}
+
+// Zeros in columns [first, last), multiples of 8, of `stages` tiles in blocks of 64 columns: no copy brings them, but
+// products read them. By all threads of the block.
+template <int kThreads>
+__device__ __forceinline__ void clear_columns(uint32_t tiles, int tile_bytes, int stages, int rows, int first, int last) {
+  for (int chunk = first / 8; chunk < last / 8; ++chunk) {
+    for (int i = static_cast<int>(threadIdx.x); i < stages * rows; i += kThreads) {
+      const int stage = i / rows, row = i - stage * rows;
+      store_shared_zero_16(tiles + stage * tile_bytes + (chunk / 8 * rows + row) * 128 + (chunk % 8 ^ row % 8) * 16);
+    }
+  }
+}
+
+// Zeros in columns from `first` on, a multiple of 8, of 16 rows of q, where results that are NaN may have come. By a warp.
+template <class Tile>
+__device__ __forceinline__ void clear_columns_of_rows(uint32_t wide, uint32_t tail, int row, int first) {
+  const int lane = lane_in_place();
+  if (lane < 16) {
+    for (int chunk = first / 8; chunk < (Tile::kDim + 15) / 16 * 2; ++chunk) {
+      const int tail_chunk = chunk - Tile::kWideBlocks * 8, r = row + lane;
+      if (Tile::kTailBytes > 0 && tail_chunk >= 0) {
+        store_shared_zero_16(tail + r * Tile::kTailBytes + (tail_chunk ^ chunk_swap<Tile::kTailBytes>(r)) * 16);
+      } else {
+        store_shared_zero_16(wide + (chunk / 8 * Tile::kBlockM + r) * 128 + (chunk % 8 ^ r % 8) * 16);
+      }
+    }
+  }
+  fence_async_proxy();
 }
 
 template <class T, class Tile>
@@ -455,10 +554,12 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm) attention_
   __shared__ uint64_t s_barriers[WgmmaBarriers<kStagesQ, kStages>::kCount];
   __shared__ __align__(16) float s_keys_mask[kStages][kBlockN];
   __shared__ int s_keys_masked[kStages];  // whether some value of the tile's mask is not zero
+  __shared__ WgmmaItemSlot s_items[kStagesQ];
   __shared__ KeySpan s_key_span[kStagesQ];
   __shared__ KeySpan s_last_span;  // the one found last, which often serves the next item too
   const uint32_t smem = (smem_address(smem_unaligned) + 1023) & ~1023U;
-  const uint32_t sQ = smem, sK = sQ + kStagesQ * Tile::kBytesQ, sV = sK + kStages * Tile::kBytesK, sMask = sV + kStages * Tile::kBytesK;
+  const uint32_t sQ = smem, sK = sQ + kStagesQ * Tile::kWideQ, sV = sK + kStages * Tile::kWideK, sMask = sV + kStages * Tile::kBytesV;
+  const uint32_t sQTail = sMask + kStages * Tile::kBytesMask, sKTail = sQTail + kStagesQ * Tile::kTailQ;
   const WgmmaBarriers<kStagesQ, kStages> barriers{smem_address(s_barriers)};
 
   const AttentionParams& p = w.a.p;
@@ -466,22 +567,27 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm) attention_
   const int lane_idx = static_cast<int>(threadIdx.x) % 32;
   const bool keys_mask = w.mask_tiles == MaskTiles::kKeys;
   const bool mask_tiles = Tile::kRows && (w.mask_tiles == MaskTiles::kRows16 || w.mask_tiles == MaskTiles::kRowsBool);
-  if constexpr (Tile::kSplit) {
-    // Rows that no copy fills, so that their products are harmless.
-    for (int i = static_cast<int>(threadIdx.x); i < kStagesQ * Tile::kBytesQ / 16; i += Tile::kThreads) {
-      *reinterpret_cast<uint4*>(smem_unaligned + (sQ - smem_address(smem_unaligned)) + i * 16) = make_uint4(0, 0, 0, 0);
-    }
-    fence_async_proxy();
+  // Columns that the products for scores read, and of these the ones in wide blocks.
+  constexpr int kColumns = (kDim + 15) / 16 * 16, kWideColumns = Tile::kTailBytes > 0 ? Tile::kWideBlocks * 64 : kColumns;
+  // In a split also rows that no copy fills, so that their products are harmless.
+  clear_columns<Tile::kThreads>(sQ, Tile::kWideQ, kStagesQ, kBlockM, Tile::kSplit ? 0 : w.q.dim, kWideColumns);
+  clear_columns<Tile::kThreads>(sK, Tile::kWideK, kStages, kBlockN, w.k.dim, kWideColumns);
+  clear_columns<Tile::kThreads>(sV, Tile::kBytesV, kStages, kBlockN, w.v.dim, kDim);
+  if (Tile::kTailBytes > 0 && w.q.dim <= Tile::kWideBlocks * 64) {
+    constexpr int kBytes = kStagesQ * Tile::kTailQ + kStages * Tile::kTailK;
+    for (int i = static_cast<int>(threadIdx.x) * 16; i < kBytes; i += Tile::kThreads * 16) store_shared_zero_16(sQTail + i);
   }
+  fence_async_proxy();
   if (threadIdx.x == 0) {
-    tma_prefetch(&w.q);
-    tma_prefetch(&w.k);
-    tma_prefetch(&w.v);
+    for (const TileMaps* maps : {&w.q, &w.k, &w.v, &w.y}) {
+      if (maps->dim >= 64) tma_prefetch(&maps->wide);
+      if (maps->dim % 64 != 0) tma_prefetch(&maps->last);
+    }
     // One lane of each consumer warp hands a buffer back. Of a buffer with a mask of keys all do, as all have read it.
     const int readers = (keys_mask ? 128 : 4) * Tile::kConsumers;
     for (int stage = 0; stage < kStagesQ; ++stage) {
       mbarrier_init(barriers.q_full(stage), 1);
-      mbarrier_init(barriers.q_empty(stage), readers);
+      mbarrier_init(barriers.q_empty(stage), 4 * Tile::kConsumers);
       mbarrier_init(barriers.span_full(stage), 1);
     }
     for (int stage = 0; stage < kStages; ++stage) {
@@ -499,6 +605,8 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm) attention_
   }
   wait_for_previous_kernel();
 
+  // Of tiles of q, what consumers hand back first is the first or the second one, see release_last_rows.
+  constexpr uint32_t kEmptyParity = Tile::kStoresTiles ? 0 : 1;
   if (warp_idx < 4) {
     if constexpr (Tile::kProducerRegisters > 0) registers_decrease<Tile::kProducerRegisters>();
     if (warp_idx == 0 && lane_idx == 0) {
@@ -509,29 +617,34 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm) attention_
       // Bytes of a mask that come with a tile of keys, in blocks of 128 to a row.
       const int mask_block = w.mask_tiles == MaskTiles::kRowsBool ? 128 : 64;
       const int mask_blocks = mask_tiles ? (kBlockN + mask_block - 1) / mask_block : 0;
-      for_each_item<Tile>(w, [&](WgmmaItem tile, const KeyBand&) {
-        if (tile.first >= tile.last) return;
+      for_each_item<Tile>(w, [&](WgmmaItem tile, const KeyBand& band, int) {
         const int h = tile.h, b = tile.b, kv_head = tile.kv_head;
-        mbarrier_wait(barriers.q_empty(q_state.stage), q_state.parity ^ 1);
+        mbarrier_wait(barriers.q_empty(q_state.stage), q_state.parity ^ kEmptyParity);
         if (keys_mask) {
           mbarrier_wait(barriers.span_full(q_state.stage), q_state.parity);
           tile.clip(s_key_span[q_state.stage]);
         }
-        mbarrier_arrive_expect(barriers.q_full(q_state.stage), w.q_bytes);
-#pragma unroll
-        for (int block = 0; block < Tile::kDimBlocks; ++block) {
-          tma_load_4d(sQ + q_state.stage * Tile::kBytesQ + block * kBlockM * 128, &w.q, barriers.q_full(q_state.stage), block * 64,
-                      tile.row0, h, b);
+        s_items[q_state.stage] = {tile, band};
+        if (tile.first >= tile.last) {
+          mbarrier_arrive(barriers.q_full(q_state.stage));
+          q_state.advance();
+          return;
         }
+        mbarrier_arrive_expect(barriers.q_full(q_state.stage), w.q.bytes);
+        for_each_block<Tile::kWideBlocks, Tile::kTailBytes>(
+            w.q, kBlockM, sQTail - sQ + q_state.stage * (Tile::kTailQ - Tile::kWideQ),
+            [&](const CUtensorMap* map, uint32_t offset, int column) {
+              tma_load_4d(sQ + q_state.stage * Tile::kWideQ + offset, map, barriers.q_full(q_state.stage), column, tile.row0, h, b);
+            });
         q_state.advance();
         for (int j0 = tile.first; j0 < tile.last; j0 += kBlockN) {
           mbarrier_wait(barriers.k_empty(state.stage), state.parity ^ 1);
-          mbarrier_arrive_expect(barriers.k_full(state.stage), Tile::kBytesK + mask_blocks * kBlockM * 128);
-#pragma unroll
-          for (int block = 0; block < Tile::kDimBlocks; ++block) {
-            load_tile(sK + state.stage * Tile::kBytesK + block * kBlockN * 128, &w.k, barriers.k_full(state.stage), block * 64, j0,
-                      kv_head, b);
-          }
+          mbarrier_arrive_expect(barriers.k_full(state.stage), w.k.bytes + mask_blocks * kBlockM * 128);
+          for_each_block<Tile::kWideBlocks, Tile::kTailBytes>(
+              w.k, kBlockN, sKTail - sK + state.stage * (Tile::kTailK - Tile::kWideK),
+              [&](const CUtensorMap* map, uint32_t offset, int column) {
+                load_tile(sK + state.stage * Tile::kWideK + offset, map, barriers.k_full(state.stage), column, j0, kv_head, b);
+              });
           if constexpr (Tile::kRows) {
             const int mask_b = w.mask_has_batch ? b : 0, mask_h = w.mask_has_head ? h : 0;
             for (int block = 0; block < mask_blocks; ++block) {
@@ -540,21 +653,23 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm) attention_
             }
           }
           mbarrier_wait(barriers.v_empty(state.stage), state.parity ^ 1);
-          mbarrier_arrive_expect(barriers.v_full(state.stage), Tile::kBytesK);
-#pragma unroll
-          for (int block = 0; block < Tile::kDimBlocks; ++block) {
-            load_tile(sV + state.stage * Tile::kBytesK + block * kBlockN * 128, &w.v, barriers.v_full(state.stage), block * 64, j0,
-                      kv_head, b);
-          }
+          mbarrier_arrive_expect(barriers.v_full(state.stage), w.v.bytes);
+          for_each_block<Tile::kDimBlocks, 0>(w.v, kBlockN, 0, [&](const CUtensorMap* map, uint32_t offset, int column) {
+            load_tile(sV + state.stage * Tile::kBytesV + offset, map, barriers.v_full(state.stage), column, j0, kv_head, b);
+          });
           state.advance();
         }
       });
+      mbarrier_wait(barriers.q_empty(q_state.stage), q_state.parity ^ kEmptyParity);
+      s_items[q_state.stage].item.b = -1;
+      mbarrier_arrive(barriers.q_full(q_state.stage));
     } else if (warp_idx == 1 && keys_mask) {
       PipelineState<kStages> state;
-      PipelineState<kStagesQ> q_state;
       int span_head = -1;  // of all heads of all sequences, the one whose mask s_last_span is of
-      for_each_item<Tile>(w, [&](WgmmaItem tile, const KeyBand& band) {
-        if (tile.first >= tile.last) return;
+      for_each_item<Tile>(w, [&](WgmmaItem tile, const KeyBand& band, int round) {
+        // Of the ring of q; from the round, as a producer is short of registers.
+        const int q_stage = round % kStagesQ;
+        const uint32_t q_parity = static_cast<uint32_t>(round) / kStagesQ % 2;
         const int64_t row = mask_row_offset(p, tile.b, tile.h, 0);
         const int head = tile.b * static_cast<int>(p.heads) + (p.mask_stride_head != 0 ? tile.h : 0);
         if (Tile::kSplit || head != span_head) {
@@ -566,11 +681,10 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm) attention_
         }
         const KeySpan span = s_last_span;
         if (lane_idx == 0) {
-          mbarrier_wait(barriers.q_empty(q_state.stage), q_state.parity ^ 1);
-          s_key_span[q_state.stage] = span;
-          mbarrier_arrive(barriers.span_full(q_state.stage));
+          mbarrier_wait(barriers.q_empty(q_stage), q_parity ^ kEmptyParity);
+          s_key_span[q_stage] = span;
+          mbarrier_arrive(barriers.span_full(q_stage));
         }
-        q_state.advance();
         tile.clip(span);
         float values[(kBlockN + 31) / 32];
         const auto load_values = [&](int j0) {
@@ -613,6 +727,8 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm) attention_
 
   const uint64_t desc_q = wgmma_descriptor(sQ + consumer_idx * 64 * 128);
   const uint64_t desc_k = wgmma_descriptor(sK), desc_v = wgmma_descriptor(sV, kBlockN * 128);
+  const uint64_t desc_q_tail = wgmma_tail_descriptor<Tile::kTailBytes>(sQTail + consumer_idx * 64 * Tile::kTailBytes);
+  const uint64_t desc_k_tail = wgmma_tail_descriptor<Tile::kTailBytes>(sKTail);
   float acc[kDim / 2];
   float s[kBlockN / 2];
   uint32_t weights[kBlockN / 16][4];
@@ -620,18 +736,25 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm) attention_
 
   PipelineState<kStagesQ> q_state;
   const auto issue_scores = [&](int stage) {
-    const uint64_t desc = desc_k + static_cast<unsigned>(stage) * (Tile::kBytesK / 16U);
-    const uint64_t desc_rows = desc_q + static_cast<unsigned>(q_state.stage) * (Tile::kBytesQ / 16U);
+    const uint64_t desc = desc_k + static_cast<unsigned>(stage) * (Tile::kWideK / 16U);
+    const uint64_t desc_rows = desc_q + static_cast<unsigned>(q_state.stage) * (Tile::kWideQ / 16U);
     wgmma_fence();
 #pragma unroll
     for (int kk = 0; kk < (kDim + 15) / 16; ++kk) {
+      if (kk >= Tile::kWideBlocks * 4) {
+        const int tail = kk - Tile::kWideBlocks * 4;
+        Wgmma<T, kBlockN, false, false>::run(
+            s, desc_q_tail + static_cast<unsigned>(q_state.stage) * (Tile::kTailQ / 16U) + tail * 32 / 16,
+            desc_k_tail + static_cast<unsigned>(stage) * (Tile::kTailK / 16U) + tail * 32 / 16, 1);
+        continue;
+      }
       Wgmma<T, kBlockN, false, false>::run(s, desc_rows + (kk / 4 * kBlockM * 128 + kk % 4 * 32) / 16,
                                            desc + (kk / 4 * kBlockN * 128 + kk % 4 * 32) / 16, kk != 0);
     }
     wgmma_commit();
   };
   const auto issue_values = [&](int stage) {
-    const uint64_t desc = desc_v + static_cast<unsigned>(stage) * (Tile::kBytesK / 16U);
+    const uint64_t desc = desc_v + static_cast<unsigned>(stage) * (Tile::kBytesV / 16U);
     wgmma_fence();
 #pragma unroll
     for (int kk = 0; kk < kBlockN / 16; ++kk) WgmmaRegisters<T, kDim>::run(acc, weights[kk], desc + kk * 2048 / 16, 1);
@@ -646,18 +769,67 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm) attention_
 
   const int rows = static_cast<int>(p.q_len);
   PipelineState<kStages> k_state, v_state;
-  for_each_item<Tile>(w, [&](WgmmaItem tile, const KeyBand& band) {
+  // Hands back the rows of q of the item before, once its results have left them: in each item, so that it takes no flag. The
+  // first one hands back rows that were never used, and those of its own are ready from the start.
+  const auto release_last_rows = [&] {
+    if constexpr (!Tile::kStoresTiles) return;
+    __syncwarp();
+    if (lane_idx == 0) {
+      tma_store_wait<0>();
+      mbarrier_arrive(barriers.q_empty(q_state.stage ^ 1));
+    }
+  };
+  if constexpr (Tile::kStoresTiles) arrive(barriers.q_empty(0));
+  for (;;) {
+    mbarrier_wait(barriers.q_full(q_state.stage), q_state.parity);
+    // Read where it is needed, so that no registers hold it meanwhile.
+    const volatile WgmmaItemSlot& tile = s_items[q_state.stage];
+    const auto uniform = [](int v) { return __shfl_sync(kFullWarp, v, 0); };
+    if (uniform(tile.item.b) < 0) break;
+    const auto item_band = [&] { return KeyBand{uniform(tile.band.end), uniform(tile.band.left), uniform(tile.band.right)}; };
     softmax.reset();
 #pragma unroll
     for (int i = 0; i < kDim / 2; ++i) acc[i] = 0.0F;
 
-    if (tile.first < tile.last) {
-      mbarrier_wait(barriers.q_full(q_state.stage), q_state.parity);
-      if (keys_mask) tile.clip(s_key_span[q_state.stage]);
-      // Tiles within [all_first, all_last), up to tile.last, are seen whole by every row of this warp: only the others need a
-      // check of each score. Without the bounds of KeyBand, so that this stays within uniform registers.
-      const int all_first = band.left + (Tile::kSplit ? rows - 1 : tile.row0 + warp_row + 15);
-      const int all_last = band.right + (Tile::kSplit ? 0 : tile.row0 + warp_row);
+    int out_b = 0, out_h = 0, out_row0 = 0, out_split = 0;  // where results go
+    const auto read_place = [&] {
+      out_b = uniform(tile.item.b);
+      out_h = uniform(tile.item.h);
+      out_row0 = uniform(tile.item.row0);
+      out_split = uniform(tile.item.split);
+    };
+    // The item and its rows of q are not needed any more, but for results on their way.
+    const auto release_rows = [&] {
+      __syncwarp();
+      arrive(barriers.q_empty(q_state.stage));
+    };
+    const int first = uniform(tile.item.first), last = uniform(tile.item.last), row0 = uniform(tile.item.row0);
+    const KeyBand bounds = item_band();
+    if (first < last) {
+      // Rows of this warpgroup see tiles [own_first, own_last) of the item. The others it only hands back.
+      int own_first = first, own_last = last;
+      if constexpr (!Tile::kSplit && Tile::kConsumers > 1) {
+        const int wg_row = row0 + consumer_idx * 64;
+        if (wg_row < rows) {
+          own_first += max(0, bounds.first(wg_row) - first) / kBlockN * kBlockN;
+          own_last = min(own_last, bounds.last(min(wg_row + 63, rows - 1)));
+        } else {
+          own_last = own_first;
+        }
+      }
+      const bool any = own_first < own_last;
+
+      // Tiles within [whole_first(), whole_last()) are seen whole by every row of this warp: only the others need a check of each
+      // score. Large heads have no register for the end, and ask where it may be near: rows of a warpgroup differ by up to 63.
+      const auto whole_first = [&] {
+        return uniform(tile.band.left) + (Tile::kSplit ? rows - 1 : uniform(tile.item.row0) + warp_row + 15);
+      };
+      const auto whole_last = [&] {
+        return min(uniform(tile.item.last), uniform(tile.band.right) + (Tile::kSplit ? 0 : uniform(tile.item.row0) + warp_row));
+      };
+      constexpr bool kHoldsEnd = kDim <= 80;
+      const int whole_end = kHoldsEnd ? whole_last() : own_last - 63;
+      const auto is_past_whole = [&](int j) { return j > whole_end && (kHoldsEnd || j > whole_last()); };
 
       // What stands between products and the softmax, for the tile at j0; `check`: in any case whether a row sees its keys.
       // Returns the factor that is left to be applied.
@@ -714,11 +886,11 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm) attention_
               if ((m & 0xff00U) == 0) s[i + 1] = -INFINITY;
             }
           } else if (Tile::kRows && w.mask_tiles == MaskTiles::kRowsLoads) {
-            const int lane = lane_in_place(), row0 = tile.row0 + warp_row + lane / 4, column = j0 + lane % 4 * 2;
+            const int lane = lane_in_place(), row0 = tile.item.row0 + warp_row + lane / 4, column = j0 + lane % 4 * 2;
             if (p.mask_dtype == DType::kBool) {
-              add_loaded_mask<uint8_t>(s, w, tile, row0, column, factor);
+              add_loaded_mask<uint8_t>(s, w, tile.item.b, tile.item.h, row0, column, factor);
             } else {
-              add_loaded_mask<T>(s, w, tile, row0, column, factor);
+              add_loaded_mask<T>(s, w, tile.item.b, tile.item.h, row0, column, factor);
             }
             factor = 1.0F;
           }
@@ -728,13 +900,15 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm) attention_
             factor = 1.0F;
           }
         }
-        if (check || j0 < all_first || j0 + kBlockN > all_last || j0 + kBlockN > tile.last) {
+        if (check || is_past_whole(j0 + kBlockN) || (p.window >= 0 && j0 < whole_first())) {
+          const KeyBand band = item_band();
+          const int item_last = uniform(tile.item.last), item_row0 = uniform(tile.item.row0);
           const int lane = lane_in_place(), column = j0 + lane % 4 * 2;
 #pragma unroll
           for (int half = 0; half < 2; ++half) {
-            const int r = tile.row0 + warp_row + lane / 4 + 8 * half;
+            const int r = item_row0 + warp_row + lane / 4 + 8 * half;
             const int i = Tile::kSplit ? static_cast<int>(static_cast<unsigned>(r) % static_cast<unsigned>(rows)) : min(r, rows - 1);
-            const int lo = band.first(i) - column, hi = min(band.last(i), tile.last) - column;
+            const int lo = band.first(i) - column, hi = min(band.last(i), item_last) - column;
 #pragma unroll
             for (int n = 0; n < kBlockN / 8; ++n) {
 #pragma unroll
@@ -753,20 +927,28 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm) attention_
         // Rows for ldmatrix, and within them chunks of 16 bytes, which the swizzle swaps by the row's number % 8.
         const int lane = lane_in_place();
         const uint32_t own_q =
-            sQ + q_state.stage * Tile::kBytesQ + (warp_row + lane % 16) * 128 + (lane / 16 ^ lane % 8) * 16;
+            sQ + q_state.stage * Tile::kWideQ + (warp_row + lane % 16) * 128 + (lane / 16 ^ lane % 8) * 16;
         const uint32_t own_k =
-            sK + k_state.stage * Tile::kBytesK + (lane / 16 * 8 + lane % 8) * 128 + (lane / 8 % 2 ^ lane % 8) * 16;
+            sK + k_state.stage * Tile::kWideK + (lane / 16 * 8 + lane % 8) * 128 + (lane / 8 % 2 ^ lane % 8) * 16;
+        constexpr int kTailBytes = Tile::kTailBytes, kWideSteps = Tile::kWideBlocks * 4;
+        const int swap = chunk_swap<kTailBytes>(lane);
+        const uint32_t own_q_tail =
+            sQTail + q_state.stage * Tile::kTailQ + (warp_row + lane % 16) * kTailBytes + (lane / 16 ^ swap) * 16;
+        const uint32_t own_k_tail =
+            sKTail + k_state.stage * Tile::kTailK + (lane / 16 * 8 + lane % 8) * kTailBytes + (lane / 8 % 2 ^ swap) * 16;
         constexpr int kTiles = 2;  // of 16 keys at a time: more would take more registers than there are
 #pragma unroll
         for (int n0 = 0; n0 < kBlockN / 16; n0 += kTiles) {
 #pragma unroll 1
           for (int kk = 0; kk < (kDim + 15) / 16; ++kk) {
             uint32_t rQ[4];
-            ldmatrix_x4(rQ, (own_q ^ kk % 4 * 32) + kk / 4 * kBlockM * 128);
+            const bool tail = kTailBytes > 0 && kk >= kWideSteps;
+            ldmatrix_x4(rQ, tail ? own_q_tail ^ (kk - kWideSteps) * 32 : (own_q ^ kk % 4 * 32) + kk / 4 * kBlockM * 128);
 #pragma unroll
             for (int n = n0; n < n0 + kTiles && n < kBlockN / 16; ++n) {
               uint32_t rK[4];
-              ldmatrix_x4(rK, (own_k ^ kk % 4 * 32) + kk / 4 * kBlockN * 128 + n * 16 * 128);
+              ldmatrix_x4(rK, tail ? (own_k_tail ^ (kk - kWideSteps) * 32) + n * 16 * kTailBytes
+                                   : (own_k ^ kk % 4 * 32) + kk / 4 * kBlockN * 128 + n * 16 * 128);
               mma_m16n8k16<T>(*reinterpret_cast<float(*)[4]>(&s[8 * n]), rQ, rK[0], rK[1]);
               mma_m16n8k16<T>(*reinterpret_cast<float(*)[4]>(&s[8 * n + 4]), rQ, rK[2], rK[3]);
             }
@@ -787,19 +969,6 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm) attention_
         }
       };
 
-      // Rows of this warpgroup see tiles [own_first, own_last) of the item. The others it only hands back.
-      int own_first = tile.first, own_last = tile.last;
-      if constexpr (!Tile::kSplit && Tile::kConsumers > 1) {
-        const int wg_row = tile.row0 + consumer_idx * 64;
-        if (wg_row < rows) {
-          own_first += max(0, band.first(wg_row) - tile.first) / kBlockN * kBlockN;
-          own_last = min(own_last, band.last(min(wg_row + 63, rows - 1)));
-        } else {
-          own_last = own_first;
-        }
-      }
-      const bool any = own_first < own_last;
-
       // Until k of the tile at j0 is there, if there is such a tile. In the mainloop it stands between the softmax and the wait
       // for the product with v: a branch, across which the compiler does not move that wait. Left to itself it waits for the
       // product before the softmax that should hide it.
@@ -810,22 +979,26 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm) attention_
       };
 
       // Hands a tile back. Every warpgroup passes the token once for each tile but one, whether or not it multiplies.
-      int passes = any ? 0 : -1;
-      const auto skip = [&] {
+      const auto skip = [&](bool passes) {
         mbarrier_wait(barriers.k_full(k_state.stage), k_state.parity);
         hand_back_scores();
         mbarrier_wait(barriers.v_full(v_state.stage), v_state.parity);
         arrive(barriers.v_empty(v_state.stage));
         v_state.advance();
-        if (Tile::kTokens && passes >= 0) {
+        if (Tile::kTokens && passes) {
           named_barrier_sync(own_token, 256);
           named_barrier_arrive(next_token, 256);
         }
-        ++passes;
       };
-      for (int j0 = tile.first; j0 < min(own_first, own_last); j0 += kBlockN) skip();
+      const auto tiles_behind = [&] {
+        const int from = uniform(tile.item.first);
+        const int done = from + (own_last - from + kBlockN - 1) / kBlockN * kBlockN;
+        return (max(0, uniform(tile.item.last) - done) + kBlockN - 1) / kBlockN;
+      };
 
       if (any) {
+        for (int j0 = first; j0 < own_first; j0 += kBlockN) skip(true);
+
         // Prologue: the first tile's weights.
         mbarrier_wait(barriers.k_full(k_state.stage), k_state.parity);
         issue_scores(k_state.stage);
@@ -837,6 +1010,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm) attention_
         pack_weights();
         wait_for_scores(own_first + kBlockN);
         hand_back_scores();
+        release_last_rows();
 
         // Mainloop: scores of the tile at j0, values of the one before.
         for (int j0 = own_first + kBlockN; j0 < own_last; j0 += kBlockN) {
@@ -865,31 +1039,47 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm) attention_
           softmax.end();
           pack_weights();
         }
-        arrive_reader(barriers.q_empty(q_state.stage));
+        int behind = 0;
+        if constexpr (!Tile::kStoresTiles) {
+          behind = tiles_behind();
+          read_place();
+          release_rows();
+        }
         mbarrier_wait(barriers.v_full(v_state.stage), v_state.parity);
         issue_values(v_state.stage);
         wgmma_wait<0>();
         wgmma_pin(acc);
         arrive(barriers.v_empty(v_state.stage));
         v_state.advance();
+        if constexpr (Tile::kStoresTiles) behind = tiles_behind();
+        for (; behind > 0; --behind) skip(true);
       } else {
-        arrive_reader(barriers.q_empty(q_state.stage));
+        if constexpr (!Tile::kStoresTiles) {
+          read_place();
+          release_rows();
+        }
+        release_last_rows();
+        for (int j0 = first; j0 < last; j0 += kBlockN) skip(j0 != first);
       }
-      q_state.advance();
-      const int own_end = any ? tile.first + (own_last - tile.first + kBlockN - 1) / kBlockN * kBlockN : own_first;
-      for (int j0 = own_end; j0 < tile.last; j0 += kBlockN) skip();
+    } else {
+      if constexpr (!Tile::kStoresTiles) {
+        read_place();
+        release_rows();
+      }
+      release_last_rows();
     }
 
-    const int t = lane_in_place() % 4, row0 = tile.row0 + warp_row + lane_in_place() / 4;
+    if constexpr (Tile::kStoresTiles) read_place();
+    const int t = lane_in_place() % 4, own_row = out_row0 + warp_row + lane_in_place() / 4;
 
     // Epilogue of a split: y and the softmax's state, to be merged.
     if (Tile::kSplit && w.a.splits > 1) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const int r = row0 + 8 * half;
+        const int r = own_row + 8 * half;
         const float sum = warp_sum<4>(softmax.sum[half]);
         if (r >= rows * w.a.group) continue;
-        const int64_t slot = ((static_cast<int64_t>(tile.b) * p.heads + tile.h) * rows + r) * w.a.splits + tile.split;
+        const int64_t slot = ((static_cast<int64_t>(out_b) * p.heads + out_h) * rows + r) * w.a.splits + out_split;
         // In log2 units, but finite where it is: a row masked with the lowest number throughout is the mean of v.
         const float max = softmax.max[half] == -INFINITY ? -INFINITY : fmaxf(softmax.max[half] * kLog2e, -FLT_MAX);
         if (t == 0) w.a.partial_ms[slot] = make_float2(max, sum);
@@ -899,52 +1089,104 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm) attention_
           if (n * 8 < p.v_head_dim) *reinterpret_cast<float2*>(part + n * 8) = make_float2(acc[4 * n + 2 * half], acc[4 * n + 2 * half + 1]);
         }
       }
-      return;
+      q_state.advance();
+      continue;
     }
 
-    // Epilogue: y goes out of the registers in 16-byte chunks, four of a row at a time. Stored as it lies there, 16 bytes of a
-    // row from four lanes, it takes a quarter of the instructions, but 1 to 6 % more time: L2 gets halves of sectors.
-    const auto head_of = [&](int r) { return Tile::kSplit ? tile.h + r / rows : tile.h; };
+    const auto head_of = [&](int r) { return Tile::kSplit ? out_h + r / rows : out_h; };
     const auto query_of = [&](int r) { return Tile::kSplit ? r % rows : r; };
     const int item_rows = Tile::kSplit ? rows * w.a.group : rows;
     unsigned spoilt[2];
-    T* const y = static_cast<T*>(p.y) + tile.b * p.y_strides.batch;
+    float sums[2];
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const float sum = warp_sum<4>(softmax.sum[half]);
-      const float inverse = reciprocal_approx(sum);
-      const bool redo = isnan(sum) || softmax.is_spoilt(half, may_be_large);
-      const int r_idx = row0 + 8 * half;
-      T* const y_row = y + head_of(r_idx) * p.y_strides.head + query_of(r_idx) * p.y_strides.seq;
-      bool has_nan = false;
+    for (int half = 0; half < 2; ++half) sums[half] = warp_sum<4>(softmax.sum[half]);
+    if constexpr (Tile::kStoresTiles) {
+      // Epilogue: y takes the place of this warp's rows of q, once all of the warpgroup's products have read theirs, and the copy
+      // engine takes it to memory in whole sectors, while the next item is under way.
+      named_barrier_sync(5 + consumer_idx, 128);
+      const int lane = lane_in_place();
+      const uint32_t sY = sQ + q_state.stage * Tile::kWideQ + warp_row * 128;
+      const uint32_t sYTail = sQTail + q_state.stage * Tile::kTailQ + warp_row * Tile::kTailBytes;
+      const uint32_t own = sY + lane % 16 * 128 + (lane / 16 ^ lane % 8) * 16;
+      const uint32_t own_tail = sYTail + lane % 16 * Tile::kTailBytes + (lane / 16 ^ chunk_swap<Tile::kTailBytes>(lane)) * 16;
+      float inverse[2];
 #pragma unroll
-      for (int chunk = 0; chunk < kDim / 8; chunk += 4) {
-        uint32_t r[4] = {};
+      for (int half = 0; half < 2; ++half) inverse[half] = sums[half] == 0.0F ? 0.0F : reciprocal_approx(sums[half]);
+      uint32_t probe[2] = {0, 0};  // NaN if there is one in the row, or something that overflows
+#pragma unroll
+      for (int n = 0; n < kDim / 8; n += 2) {
+        uint32_t r[4] = {};  // zeros where there is no column, as there are in q
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-          const int n = chunk + i;
-          if (n >= kDim / 8) continue;
-          const float lo = acc[4 * n + 2 * half], hi = acc[4 * n + 2 * half + 1];
-          has_nan |= !(lo <= hi) && !(lo > hi);  // one comparison of both
-          r[i] = sum == 0.0F ? 0 : pack_half2<T>(lo * inverse, hi * inverse);
+          const int half = i % 2, at = 4 * (n + i / 2) + 2 * half;
+          if (n + i / 2 >= kDim / 8) continue;
+          r[i] = pack_half2<T>(acc[at] * inverse[half], acc[at + 1] * inverse[half]);
+          probe[half] = times_zero_plus<T>(r[i], probe[half]);
         }
-        transpose_quad(r, t);
-        const int d = (chunk + t) * 8;
-        if (r_idx < item_rows && d < p.v_head_dim) *reinterpret_cast<uint4*>(y_row + d) = make_uint4(r[0], r[1], r[2], r[3]);
+        const bool tail = n >= Tile::kWideBlocks * 8;
+        stmatrix_x4(tail ? own_tail ^ (n - Tile::kWideBlocks * 8) * 16 : (own ^ n % 8 * 16) + n / 8 * kBlockM * 128, r);
       }
-      spoilt[half] = __ballot_sync(kFullWarp, redo || (has_nan && sum != 0.0F));
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        spoilt[half] = __ballot_sync(kFullWarp, isnan(sums[half]) || softmax.is_spoilt(half, may_be_large) || probe[half] != 0);
+      }
+      fence_async_proxy();
+      __syncwarp();
+      if (lane == 0 && out_row0 + warp_row < rows) {
+        for_each_block<Tile::kWideBlocks, Tile::kTailBytes>(
+            w.y, kBlockM, sYTail - sY, [&](const CUtensorMap* map, uint32_t offset, int column) {
+              tma_store_4d(map, sY + offset, column, out_row0 + warp_row, out_h, out_b);
+            });
+        tma_store_commit();
+        if ((spoilt[0] | spoilt[1]) != 0) tma_store_wait_all();  // they are overwritten below
+      }
+    } else {
+      // Or y goes out of the registers in 16-byte chunks, four of a row at a time. Stored as it lies there, 16 bytes of a row from
+      // four lanes, it takes a quarter of the instructions, but 1 to 6 % more time: L2 gets halves of sectors.
+      T* const y = static_cast<T*>(p.y) + out_b * p.y_strides.batch;
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const float sum = sums[half];
+        const float inverse = reciprocal_approx(sum);
+        const bool redo = isnan(sum) || softmax.is_spoilt(half, may_be_large);
+        const int r_idx = own_row + 8 * half;
+        T* const y_row = y + head_of(r_idx) * p.y_strides.head + query_of(r_idx) * p.y_strides.seq;
+        bool has_nan = false;
+#pragma unroll
+        for (int chunk = 0; chunk < kDim / 8; chunk += 4) {
+          uint32_t r[4] = {};
+#pragma unroll
+          for (int i = 0; i < 4; ++i) {
+            const int n = chunk + i;
+            if (n >= kDim / 8) continue;
+            const float lo = acc[4 * n + 2 * half], hi = acc[4 * n + 2 * half + 1];
+            has_nan |= !(lo <= hi) && !(lo > hi);  // one comparison of both
+            r[i] = sum == 0.0F ? 0 : pack_half2<T>(lo * inverse, hi * inverse);
+          }
+          transpose_quad(r, t);
+          const int d = (chunk + t) * 8;
+          if (r_idx < item_rows && d < p.v_head_dim) *reinterpret_cast<uint4*>(y_row + d) = make_uint4(r[0], r[1], r[2], r[3]);
+        }
+        spoilt[half] = __ballot_sync(kFullWarp, redo || (has_nan && sum != 0.0F));
+      }
     }
     // A masked NaN or infinity of k or v leaked, or there is a NaN to be seen: see attend_row_exactly.
     if ((spoilt[0] | spoilt[1]) != 0) {
       __syncwarp();
+      if constexpr (Tile::kStoresTiles) {
+        const int stage = q_state.stage;
+        clear_columns_of_rows<Tile>(sQ + stage * Tile::kWideQ, sQTail + stage * Tile::kTailQ, warp_row, w.y.dim);
+      }
       for (int r = 0; r < 16; ++r) {
-        const int r_idx = tile.row0 + warp_row + r;
+        const int r_idx = out_row0 + warp_row + r;
         if (((r < 8 ? spoilt[0] : spoilt[1]) >> (4 * (r % 8)) & 0xf) != 0 && r_idx < item_rows) {
-          attend_row_exactly_inline<T>(w.a, tile.b, head_of(r_idx), query_of(r_idx), 0, p.v_head_dim);
+          attend_row_exactly_inline<T>(w.a, out_b, head_of(r_idx), query_of(r_idx), 0, p.v_head_dim);
         }
       }
     }
-  });
+    q_state.advance();
+  }
+  if (Tile::kStoresTiles && lane_idx == 0) tma_store_wait<0>();  // shared memory must last until then
 }
 
 bool mask_is_keys(const AttentionParams& p) { return p.mask_stride_seq == 0 || p.q_len == 1; }
@@ -998,12 +1240,11 @@ Status launch_wgmma_typed(const AttentionParams& params, const ExecContext& cont
   w.a = make_attention_launch(p);
   w.a.tiles = ceil_div(p.q_len, Tile::kBlockM);
   w.items = static_cast<int>(w.a.tiles * p.heads * p.batch);
-  w.q_bytes = Tile::kBytesQ;
   if constexpr (Tile::kSplit) {
     ORTPLUGINS_RETURN_IF_ERROR(split_launch(wgmma_splits(p, *context.device, Tile::kBlockN), context, &w.a));
     w.items = static_cast<int>(p.batch * p.kv_heads * w.a.splits);
-    w.q_bytes = Tile::kDimBlocks * static_cast<int>(p.q_len) * w.a.group * 128;
   }
+  if (p.total_lengths == nullptr) w.band = key_band(p, 0);
   w.scores = p.softcap != 0.0F || !(p.scale > 0.0F);
   // Keys and values of a head, shared by a group; half of L2, as q, y and masks pass through it too.
   const int64_t head_bytes = p.total_len() * (p.head_dim + p.v_head_dim) * 2 / w.a.group;
@@ -1015,18 +1256,40 @@ Status launch_wgmma_typed(const AttentionParams& params, const ExecContext& cont
     w.section_heads = wgmma_section_heads(static_cast<int>(heads), static_cast<int>(w.a.tiles), blocks,
                                           static_cast<int>(std::clamp<int64_t>(fitting, 1, heads)));
   }
-  const auto encode = [&](CUtensorMap* map, const void* base, int64_t dim, int64_t len, int64_t tensor_heads, const AttentionStrides& s,
-                          int rows, int box_heads) {
-    const int64_t dims[4] = {dim, len, tensor_heads, p.batch};
+  // Boxes of `rows` rows of `box_heads` heads, together `dim` columns wide: wide_blocks of 64, then one of tail_bytes.
+  const auto encode = [&](TileMaps* maps, const void* base, int64_t tensor_dim, int64_t len, int64_t tensor_heads,
+                          const AttentionStrides& s, int64_t dim, int rows, int box_heads, int wide_blocks, int tail_bytes) {
+    const int64_t dims[4] = {tensor_dim, len, tensor_heads, p.batch};
     const int64_t strides[4] = {1, s.seq, s.head, s.batch};
-    const int box[4] = {64, rows, box_heads, 1};
-    return encode_tensor_map(map, static_cast<const T*>(base), 4, dims, strides, box,
-                             Tile::kSplit ? CU_TENSOR_MAP_L2_PROMOTION_L2_128B : CU_TENSOR_MAP_L2_PROMOTION_L2_256B);
+    const auto promotion = Tile::kSplit ? CU_TENSOR_MAP_L2_PROMOTION_L2_128B : CU_TENSOR_MAP_L2_PROMOTION_L2_256B;
+    const bool has_tail = dim > wide_blocks * 64;
+    maps->dim = static_cast<int>(dim);
+    maps->bytes = rows * box_heads * (has_tail ? wide_blocks * 128 + tail_bytes : static_cast<int>(dim) * 2);
+    if (dim >= 64) {
+      const int box[4] = {64, rows, box_heads, 1};
+      ORTPLUGINS_RETURN_IF_ERROR(encode_tensor_map(&maps->wide, static_cast<const T*>(base), 4, dims, strides, box, promotion));
+    }
+    if (dim % 64 == 0) return Status{};
+    const int box[4] = {has_tail ? tail_bytes / 2 : static_cast<int>(dim % 64), rows, box_heads, 1};
+    return encode_tensor_map(&maps->last, static_cast<const T*>(base), 4, dims, strides, box, promotion,
+                             !has_tail          ? CU_TENSOR_MAP_SWIZZLE_128B
+                             : tail_bytes == 32 ? CU_TENSOR_MAP_SWIZZLE_32B
+                                                : CU_TENSOR_MAP_SWIZZLE_64B);
   };
-  ORTPLUGINS_RETURN_IF_ERROR(encode(&w.q, p.q, p.head_dim, p.q_len, p.heads, p.q_strides,
-                                    Tile::kSplit ? static_cast<int>(p.q_len) : Tile::kBlockM, Tile::kSplit ? w.a.group : 1));
-  ORTPLUGINS_RETURN_IF_ERROR(encode(&w.k, keys.k, p.head_dim, p.total_len(), p.kv_heads, keys.k_strides, Tile::kBlockN, 1));
-  ORTPLUGINS_RETURN_IF_ERROR(encode(&w.v, keys.v, p.v_head_dim, p.total_len(), p.kv_heads, keys.v_strides, Tile::kBlockN, 1));
+  // Results pass through the rows of q: if they are wider, zeros must come there anew.
+  const int64_t dim = Tile::kStoresTiles ? std::max(p.head_dim, p.v_head_dim) : p.head_dim;
+  const int q_rows = Tile::kSplit ? static_cast<int>(p.q_len) : Tile::kBlockM, q_heads = Tile::kSplit ? w.a.group : 1;
+  constexpr int kWide = Tile::kWideBlocks, kTail = Tile::kTailBytes, kBlockN = Tile::kBlockN;
+  ORTPLUGINS_RETURN_IF_ERROR(
+      encode(&w.q, p.q, p.head_dim, p.q_len, p.heads, p.q_strides, dim, q_rows, q_heads, kWide, kTail));
+  ORTPLUGINS_RETURN_IF_ERROR(
+      encode(&w.k, keys.k, p.head_dim, p.total_len(), p.kv_heads, keys.k_strides, dim, kBlockN, 1, kWide, kTail));
+  ORTPLUGINS_RETURN_IF_ERROR(encode(&w.v, keys.v, p.v_head_dim, p.total_len(), p.kv_heads, keys.v_strides, p.v_head_dim, kBlockN, 1,
+                                    Tile::kDimBlocks, 0));
+  if constexpr (Tile::kStoresTiles) {
+    ORTPLUGINS_RETURN_IF_ERROR(
+        encode(&w.y, p.y, p.v_head_dim, p.q_len, p.heads, p.y_strides, p.v_head_dim, 16, 1, kWide, kTail));
+  }
   if (p.mask_dtype == DType::kNone) {
     w.mask_tiles = MaskTiles::kNone;
   } else if (mask_is_keys(p)) {
@@ -1095,7 +1358,7 @@ Status launch_wgmma(const AttentionParams& params, const ExecContext& context) {
 }
 
 // Smaller heads are padded: the copy engine brings zeros without reading them, and the products are not what limits it.
-using SplitTile = WgmmaTile<128, 96, 1, 4, Scores::kAny, true>;
+using SplitTile = WgmmaTile<128, 96, 1, 4, Scores::kAny, false, false, true>;
 
 }  // namespace
 
@@ -1140,13 +1403,13 @@ Status launch_attention_wgmma_split(const AttentionParams& params, const ExecCon
 
 // Keys of a tile: as many as registers and shared memory allow, 128 where they allow it. A mask takes shared memory too.
 Status launch_attention_wgmma_256x40(const AttentionParams& params, const ExecContext& context) {
-  return launch_wgmma<WgmmaTile<40, 64, 4, 8>>(params, context);
+  return launch_wgmma<WgmmaTile<40, 80, 4, 7>>(params, context);
 }
 Status launch_attention_wgmma_256x64(const AttentionParams& params, const ExecContext& context) {
   return launch_wgmma<WgmmaTile<64, 64, 4, 8>, WgmmaTile<64, 64, 4, 3, Scores::kRows>>(params, context);
 }
 Status launch_attention_wgmma_256x72(const AttentionParams& params, const ExecContext& context) {
-  return launch_wgmma<WgmmaTile<72, 64, 4, 4>>(params, context);
+  return launch_wgmma<WgmmaTile<72, 64, 4, 5, Scores::kFactor, true, true>>(params, context);
 }
 Status launch_attention_wgmma_64x64(const AttentionParams& params, const ExecContext& context) {
   return launch_wgmma<WgmmaTile<64, 64, 1, 2>, WgmmaTile<64, 64, 1, 2, Scores::kRows>>(params, context);
@@ -1155,10 +1418,10 @@ Status launch_attention_wgmma_64(const AttentionParams& params, const ExecContex
   return launch_wgmma<WgmmaTile<64, 128, 2, 2>, WgmmaTile<64, 128, 2, 2, Scores::kAny>>(params, context);
 }
 Status launch_attention_wgmma_256x80(const AttentionParams& params, const ExecContext& context) {
-  return launch_wgmma<WgmmaTile<80, 48, 4, 4>>(params, context);
+  return launch_wgmma<WgmmaTile<80, 48, 4, 6, Scores::kFactor, false, true>>(params, context);
 }
 Status launch_attention_wgmma_256x96(const AttentionParams& params, const ExecContext& context) {
-  return launch_wgmma<WgmmaTile<96, 48, 4, 3>>(params, context);
+  return launch_wgmma<WgmmaTile<96, 48, 4, 5, Scores::kFactor, true, true>>(params, context);
 }
 Status launch_attention_wgmma_80(const AttentionParams& params, const ExecContext& context) {
   return launch_wgmma<WgmmaTile<80, 128, 2, 2>, WgmmaTile<80, 128, 2, 2, Scores::kAny>>(params, context);
