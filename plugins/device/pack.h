@@ -134,28 +134,25 @@ __device__ __forceinline__ Pack<T> filled_pack(T value) {
   return pack;
 }
 
-// Element by element, 16-bit ones two at a time. A NaN loses against a number.
-__device__ __forceinline__ Pack<float> pack_max(const Pack<float>& a, const Pack<float>& b) {
-  Pack<float> r;
-#pragma unroll
-  for (int i = 0; i < kPackSize<float>; ++i) r.v[i] = fmaxf(a.v[i], b.v[i]);
-  return r;
-}
-template <class Pair, class T>
-__device__ __forceinline__ Pack<T> pack_max_pairs(const Pack<T>& a, const Pack<T>& b) {
+// Both packs taken apart into a `Part` each time, f of these.
+template <class Part, class T, class Function>
+__device__ __forceinline__ Pack<T> pack_each(const Pack<T>& a, const Pack<T>& b, const Function& f) {
   Pack<T> r;
 #pragma unroll
-  for (int i = 0; i < kPackSize<T> / 2; ++i) {
-    reinterpret_cast<Pair*>(&r)[i] =
-        __hmax2(reinterpret_cast<const Pair*>(&a)[i], reinterpret_cast<const Pair*>(&b)[i]);
+  for (int i = 0; i < kPackBytes / static_cast<int>(sizeof(Part)); ++i) {
+    reinterpret_cast<Part*>(&r)[i] = f(reinterpret_cast<const Part*>(&a)[i], reinterpret_cast<const Part*>(&b)[i]);
   }
   return r;
 }
+// Element by element, 16-bit ones two at a time. A NaN loses against a number.
+__device__ __forceinline__ Pack<float> pack_max(const Pack<float>& a, const Pack<float>& b) {
+  return pack_each<float>(a, b, [](float x, float y) { return fmaxf(x, y); });
+}
 __device__ __forceinline__ Pack<__half> pack_max(const Pack<__half>& a, const Pack<__half>& b) {
-  return pack_max_pairs<__half2>(a, b);
+  return pack_each<__half2>(a, b, [](__half2 x, __half2 y) { return __hmax2(x, y); });
 }
 __device__ __forceinline__ Pack<__nv_bfloat16> pack_max(const Pack<__nv_bfloat16>& a, const Pack<__nv_bfloat16>& b) {
-  return pack_max_pairs<__nv_bfloat162>(a, b);
+  return pack_each<__nv_bfloat162>(a, b, [](__nv_bfloat162 x, __nv_bfloat162 y) { return __hmax2(x, y); });
 }
 // The largest element.
 __device__ __forceinline__ float largest(const Pack<float>& p) {
@@ -172,26 +169,13 @@ __device__ __forceinline__ float largest(const Pack<__nv_bfloat16>& p) { return 
 
 // Sums, rounded to T once: in 16 bits, too, float32 in between would change nothing.
 __device__ __forceinline__ Pack<float> pack_add(const Pack<float>& a, const Pack<float>& b) {
-  Pack<float> r;
-#pragma unroll
-  for (int i = 0; i < kPackSize<float>; ++i) r.v[i] = a.v[i] + b.v[i];
-  return r;
-}
-template <class Pair, class T>
-__device__ __forceinline__ Pack<T> pack_add_pairs(const Pack<T>& a, const Pack<T>& b) {
-  Pack<T> r;
-#pragma unroll
-  for (int i = 0; i < kPackSize<T> / 2; ++i) {
-    reinterpret_cast<Pair*>(&r)[i] =
-        __hadd2_rn(reinterpret_cast<const Pair*>(&a)[i], reinterpret_cast<const Pair*>(&b)[i]);
-  }
-  return r;
+  return pack_each<float>(a, b, [](float x, float y) { return x + y; });
 }
 __device__ __forceinline__ Pack<__half> pack_add(const Pack<__half>& a, const Pack<__half>& b) {
-  return pack_add_pairs<__half2>(a, b);
+  return pack_each<__half2>(a, b, [](__half2 x, __half2 y) { return __hadd2_rn(x, y); });
 }
 __device__ __forceinline__ Pack<__nv_bfloat16> pack_add(const Pack<__nv_bfloat16>& a, const Pack<__nv_bfloat16>& b) {
-  return pack_add_pairs<__nv_bfloat162>(a, b);
+  return pack_each<__nv_bfloat162>(a, b, [](__nv_bfloat162 x, __nv_bfloat162 y) { return __hadd2_rn(x, y); });
 }
 
 // Makes the compiler convert the elements anew instead of keeping them as floats, too; of use in 16 bits.

@@ -47,14 +47,18 @@ __device__ __forceinline__ void tma_load_3d(uint32_t smem, const CUtensorMap* ma
       "l"(map), "r"(barrier), "r"(x), "r"(y), "r"(z)
       : "memory");
 }
-// The same of what nobody reads again: in L2 it makes room first.
-__device__ __forceinline__ void tma_load_3d_once(uint32_t smem, const CUtensorMap* map, uint32_t barrier, int x, int y, int z) {
+// How L2 keeps what nobody reads again: it makes room first.
+__device__ __forceinline__ uint64_t evict_first_policy() {
   uint64_t policy;
   asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;\n" : "=l"(policy));
+  return policy;
+}
+// As tma_load_3d, of what nobody reads again.
+__device__ __forceinline__ void tma_load_3d_once(uint32_t smem, const CUtensorMap* map, uint32_t barrier, int x, int y, int z) {
   asm volatile(
       "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, {%3, %4, %5}], [%2], %6;\n" ::"r"(
           smem),
-      "l"(map), "r"(barrier), "r"(x), "r"(y), "r"(z), "l"(policy)
+      "l"(map), "r"(barrier), "r"(x), "r"(y), "r"(z), "l"(evict_first_policy())
       : "memory");
 }
 // Asks L2 for a box.
@@ -73,12 +77,10 @@ __device__ __forceinline__ void tma_load_4d(uint32_t smem, const CUtensorMap* ma
       : "memory");
 }
 __device__ __forceinline__ void tma_load_4d_once(uint32_t smem, const CUtensorMap* map, uint32_t barrier, int x, int y, int z, int w) {
-  uint64_t policy;
-  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;\n" : "=l"(policy));
   asm volatile(
       "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, {%3, %4, %5, %6}], [%2], "
       "%7;\n" ::"r"(smem),
-      "l"(map), "r"(barrier), "r"(x), "r"(y), "r"(z), "r"(w), "l"(policy)
+      "l"(map), "r"(barrier), "r"(x), "r"(y), "r"(z), "r"(w), "l"(evict_first_policy())
       : "memory");
 }
 // The same, to the same place in each block of the cluster whose bit is set in `mask`; completes on the barrier at the same
@@ -115,11 +117,8 @@ __device__ __forceinline__ void fence_async_proxy() { asm volatile("fence.proxy.
 
 // --- Clusters: blocks that run at the same time and reach each other's shared memory -------------------------------------
 
-// All threads of all blocks of the cluster; what they wrote before is seen after.
-__device__ __forceinline__ void cluster_sync() {
-  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;\n" ::: "memory");
-}
-// The same without the order of memory, which costs a membar.gpu: after fence_barrier_init, and before a block ends.
+// A barrier of all threads of all blocks of the cluster, without order of memory, which costs a membar.gpu: after
+// fence_barrier_init, and before a block ends.
 __device__ __forceinline__ void cluster_sync_relaxed() {
   asm volatile("barrier.cluster.arrive.relaxed.aligned;\nbarrier.cluster.wait.aligned;\n" ::: "memory");
 }

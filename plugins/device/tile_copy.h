@@ -5,12 +5,9 @@
 
 #include "device/cp_async.h"
 #include "device/pack.h"
+#include "device/shared_memory.h"
 
 namespace ortplugins {
-
-__device__ __forceinline__ void store_shared(uint32_t smem, const uint4& v) {
-  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};\n" ::"r"(smem), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
-}
 
 // Bytes to which every row of a matrix is aligned, as far as copies care: 16, 4, or that of one element.
 template <class T>

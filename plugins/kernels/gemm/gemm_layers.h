@@ -58,15 +58,6 @@ struct Ring {
   }
 };
 
-// How the warps of the producer end: they meet the consumers of the cluster where those have put down their sums, and where
-// they have read those of the others.
-__device__ __forceinline__ void end_producer(int layers) {
-  __syncwarp();
-  if (layers == 1) return;
-  cluster_sync();
-  cluster_sync_relaxed();
-}
-
 // As PipelineState (device/sm90.h), for a Ring.
 struct RingState {
   int stage = 0;
@@ -96,6 +87,44 @@ struct LayerPlace {
     k_begin = k_tiles * layer / layers;
     k_end = k_tiles * (layer + 1) / layers;
   }
+};
+
+// How the warps of a tile send their sums to the same warps of the cluster's other layers: by bulk copies, of `warp_bytes` for each
+// layer, in kBatches parts at most, each of which has a barrier there that tells that those of all layers have come. What comes lies by
+// layer, and in that by warp.
+template <int kWarps, int kBatches>
+struct LayerExchange {
+  static constexpr int kBarrierBytes = 8 * kWarps * kBatches;
+  uint32_t smem, barriers;  // of the block
+  int received;             // offset in shared memory of what comes
+  int layer, layers, warp_idx, warp_bytes, batch_bytes;
+
+  // One thread, before Ring::begin.
+  __device__ __forceinline__ void begin() const {
+    for (int i = 0; i < kWarps * kBatches; ++i) {
+      mbarrier_init(barriers + 8 * i, 1);
+      mbarrier_arrive_expect(barriers + 8 * i, batch_bytes * (layers - 1));
+    }
+  }
+  // Where this warp's sums from layer `from` are received by layer `by`: an offset in shared memory.
+  __device__ __forceinline__ int place(int from, int by) const {
+    return received + ((from - (from > by ? 1 : 0)) * kWarps + warp_idx) * warp_bytes;
+  }
+  // All lanes have written what the warp sends; that for layer `lane_idx` lies at `source`. Where it may receive, each block has
+  // called cluster_arrive_relaxed.
+  __device__ __forceinline__ void send(uint32_t source, int lane_idx) const {
+    fence_async_proxy();
+    cluster_wait();
+    if (lane_idx >= layers || lane_idx == layer) return;
+    const uint32_t target = smem + place(layer, lane_idx);
+    for (int batch = 0, at = 0; at < warp_bytes; ++batch, at += batch_bytes) {
+      bulk_copy_to_block(target + at, source + at, batch_bytes, barrier(batch), lane_idx);
+    }
+  }
+  __device__ __forceinline__ void wait(int batch) const { mbarrier_wait(barrier(batch), 0); }
+
+ private:
+  __device__ __forceinline__ uint32_t barrier(int batch) const { return barriers + 8 * (warp_idx * kBatches + batch); }
 };
 
 #endif

@@ -16,6 +16,7 @@
 // Most multiprocessors have room for two blocks, so that those of the next kernel do not wait for the last of this one.
 #include "device/dependent_launch.h"
 #include "device/mma.h"
+#include "device/shared_memory.h"
 #include "device/sm90.h"
 #include "device/tensor_map.h"
 #include "kernels/gemm/gemm_cuda.h"
@@ -40,16 +41,6 @@ struct SkinnyArgs {
 __device__ __forceinline__ uint32_t chunk_address(uint32_t tile, int row, int chunk) { return tile + row * kRowBytes + ((chunk ^ (row & 7)) << 4); }
 __device__ __forceinline__ void store_cluster(uint32_t address, float x, float y) {
   asm volatile("st.shared::cluster.v2.f32 [%0], {%1, %2};\n" ::"r"(address), "f"(x), "f"(y) : "memory");
-}
-__device__ __forceinline__ float2 load_shared_pair(uint32_t address) {
-  float2 v;
-  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];\n" : "=f"(v.x), "=f"(v.y) : "r"(address) : "memory");
-  return v;
-}
-__device__ __forceinline__ float4 load_shared(uint32_t address) {
-  float4 v;
-  asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];\n" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "r"(address) : "memory");
-  return v;
 }
 
 // What the variants of a warp's products share: kCols columns of y, kDepth of k in a tile, and for each thread the sums of
@@ -106,12 +97,12 @@ struct FloatProducts {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
 #pragma unroll
-        for (int c = 0; c < kChunks; ++c) b[i][c] = load_shared(chunk_address(tile_b, k + i, lane_n + kLanesN * c));
+        for (int c = 0; c < kChunks; ++c) b[i][c] = load_shared_float4(chunk_address(tile_b, k + i, lane_n + kLanesN * c));
       }
       const uint32_t box = tile_a + k / 32 * kBoxABytes;
 #pragma unroll
       for (int m = 0; m < kM; ++m) {
-        const float4 v = load_shared(chunk_address(box, m, k % 32 / 4));
+        const float4 v = load_shared_float4(chunk_address(box, m, k % 32 / 4));
         const float a[4] = {v.x, v.y, v.z, v.w};
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
@@ -172,10 +163,10 @@ struct Tf32Products {
     float sum[kCols / 8][4] = {};  // of one tile: the unit cuts off what it adds to a large sum
 #pragma unroll
     for (int k = 0; k < kDepth; k += 8) {
-      const float2 upper = load_shared_pair(chunk_address(tile_a, g, k / 4 + t / 2) + t % 2 * 8);
-      const float2 lower = load_shared_pair(chunk_address(tile_a, g + 8, k / 4 + t / 2) + t % 2 * 8);
+      const float2 upper = load_shared_float2(chunk_address(tile_a, g, k / 4 + t / 2) + t % 2 * 8);
+      const float2 lower = load_shared_float2(chunk_address(tile_a, g + 8, k / 4 + t / 2) + t % 2 * 8);
       const uint32_t a[4] = {to_tf32(upper.x), to_tf32(lower.x), to_tf32(upper.y), to_tf32(lower.y)};
-      const float4 b0 = load_shared(chunk_address(tile_b, k + 2 * t, g)), b1 = load_shared(chunk_address(tile_b, k + 2 * t + 1, g));
+      const float4 b0 = load_shared_float4(chunk_address(tile_b, k + 2 * t, g)), b1 = load_shared_float4(chunk_address(tile_b, k + 2 * t + 1, g));
       mma_m16n8k8_tf32(sum[0], a, to_tf32(b0.x), to_tf32(b1.x));
       mma_m16n8k8_tf32(sum[1], a, to_tf32(b0.y), to_tf32(b1.y));
       mma_m16n8k8_tf32(sum[2], a, to_tf32(b0.z), to_tf32(b1.z));
@@ -208,10 +199,10 @@ struct FloatProductsTransB {
 #pragma unroll 2
     for (int chunk = 0; chunk < kDepth / 4; ++chunk) {
       // Tile row lane + 32 j: eight lanes see eight rows, which the swizzle puts in different banks.
-      const float4 b0 = load_shared(chunk_address(tile_b, lane_idx, chunk)), b1 = load_shared(chunk_address(tile_b, lane_idx + 32, chunk));
+      const float4 b0 = load_shared_float4(chunk_address(tile_b, lane_idx, chunk)), b1 = load_shared_float4(chunk_address(tile_b, lane_idx + 32, chunk));
 #pragma unroll
       for (int m = 0; m < kM; ++m) {
-        const float4 a = load_shared(chunk_address(tile_a, m, chunk));
+        const float4 a = load_shared_float4(chunk_address(tile_a, m, chunk));
         acc[m][0] = fmaf(a.w, b0.w, fmaf(a.z, b0.z, fmaf(a.y, b0.y, fmaf(a.x, b0.x, acc[m][0]))));
         acc[m][1] = fmaf(a.w, b1.w, fmaf(a.z, b1.z, fmaf(a.y, b1.y, fmaf(a.x, b1.x, acc[m][1]))));
       }

@@ -7,6 +7,7 @@
 #include "device/cp_async.h"
 #include "device/layout.h"
 #include "device/mma.h"
+#include "device/shared_memory.h"
 #include "device/tile_copy.h"
 #include "kernels/gemm/gemm_cuda.h"
 
@@ -50,16 +51,9 @@ struct OperandTile {
       for (int i = 0; i < 4; ++i) {
         const int block = kByMajor ? i / 2 : i % 2, half = kByMajor ? i % 2 : i / 2;
         const int column = major + g + block * 8;
-        r[i] = load_shared(tile + Layout::offset(k_step * 8 + t + half * 4, column / 4) + column % 4 * 4);
+        r[i] = load_shared_u32(tile + Layout::offset(k_step * 8 + t + half * 4, column / 4) + column % 4 * 4);
       }
     }
-  }
-
- private:
-  __device__ __forceinline__ static uint32_t load_shared(uint32_t address) {
-    uint32_t v;
-    asm volatile("ld.shared.b32 %0, [%1];\n" : "=r"(v) : "r"(address) : "memory");
-    return v;
   }
 };
 

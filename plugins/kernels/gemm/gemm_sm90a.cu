@@ -7,6 +7,7 @@
 // Persistent; two blocks of a cluster work on tiles above each other, and each brings half of their common tile of b for both.
 #include "device/dependent_launch.h"
 #include "device/mma.h"
+#include "device/shared_memory.h"
 #include "device/sm90.h"
 #include "device/tensor_map.h"
 #include "kernels/gemm/gemm_cuda.h"
@@ -227,7 +228,7 @@ struct TmaEpilogue {
       if (residual != nullptr) {
 #pragma unroll
         for (int j = 0; j < kStepCols / 8; ++j) {
-          const float2 upper = load_shared2(place(buffer, row, 2 * j + chunk) + within), lower = load_shared2(place(buffer, row + 8, 2 * j + chunk) + within);
+          const float2 upper = load_shared_float2(place(buffer, row, 2 * j + chunk) + within), lower = load_shared_float2(place(buffer, row + 8, 2 * j + chunk) + within);
           v[4 * j] += upper.x;
           v[4 * j + 1] += upper.y;
           v[4 * j + 2] += lower.x;
@@ -237,8 +238,8 @@ struct TmaEpilogue {
       activate(v);
 #pragma unroll
       for (int j = 0; j < kStepCols / 8; ++j) {
-        store_shared2(place(buffer, row, 2 * j + chunk) + within, v[4 * j], v[4 * j + 1]);
-        store_shared2(place(buffer, row + 8, 2 * j + chunk) + within, v[4 * j + 2], v[4 * j + 3]);
+        store_shared(place(buffer, row, 2 * j + chunk) + within, make_float2(v[4 * j], v[4 * j + 1]));
+        store_shared(place(buffer, row + 8, 2 * j + chunk) + within, make_float2(v[4 * j + 2], v[4 * j + 3]));
       }
     }
   }
@@ -320,15 +321,6 @@ struct TmaEpilogue {
       tma_store_wait<0>();
       load_residual(piece + kBuffers, row, first_col, batch_idx);
     }
-  }
-
-  __device__ __forceinline__ static float2 load_shared2(uint32_t address) {
-    float2 v;
-    asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];\n" : "=f"(v.x), "=f"(v.y) : "r"(address) : "memory");
-    return v;
-  }
-  __device__ __forceinline__ static void store_shared2(uint32_t address, float x, float y) {
-    asm volatile("st.shared.v2.f32 [%0], {%1, %2};\n" ::"r"(address), "f"(x), "f"(y) : "memory");
   }
 };
 

@@ -41,7 +41,8 @@ struct SplitGemm {
   static constexpr int kLeastStages = (kTileBytes + kBlockM * kResultRowBytes + kStageBytes - 1) / kStageBytes;  // they become sums and results
   // Behind the stages: what the other layers send, the bias, and a barrier for each batch of each warp: its pieces are there.
   static constexpr int received_bytes(int layers) { return kTileBytes / layers * (layers - 1); }
-  static constexpr int kBiasBytes = 4 * kBlockN, kOtherBytes = kBiasBytes + 8 * kWarps * kBatches;
+  using Exchange = LayerExchange<kWarps, kBatches>;
+  static constexpr int kBiasBytes = 4 * kBlockN, kOtherBytes = kBiasBytes + Exchange::kBarrierBytes;
 
   // acc (64 x kBlockN) = or += tile a x tile b, over the 64 of k in the stage. tile_a is that of the warpgroup.
   __device__ __forceinline__ static void multiply(float (&acc)[kBlockN / 2], uint32_t tile_a, uint32_t tile_b, bool accumulate) {
@@ -106,14 +107,8 @@ struct SplitGemm {
     const int thread_idx = static_cast<int>(threadIdx.x), group_idx = thread_idx / 128, warp_idx = thread_idx / 32, lane_idx = thread_idx % 32;
     const LayerPlace place(rank_in_cluster(), layers, p.m, p.n, p.k, kBlockM, kBlockN, kBlockK);
     const int first_m = place.tile_m * kBlockM, first_n = place.tile_n * kBlockN, k_begin = place.k_begin, k_end = place.k_end, layer = place.layer;
-    const auto received_barrier = [&](int warp, int batch) { return smem + bias_offset + kBiasBytes + 8 * (warp * kBatches + batch); };
-    const int batch_bytes = kPieceBytes * (pieces < kBatch ? pieces : kBatch);
-    if (layers > 1 && thread_idx == kConsumerThreads) {
-      for (int i = 0; i < kWarps * kBatches; ++i) {
-        mbarrier_init(received_barrier(0, i), 1);
-        mbarrier_arrive_expect(received_barrier(0, i), batch_bytes * (layers - 1));
-      }
-    }
+    const Exchange exchange{smem, smem + bias_offset + kBiasBytes, received_offset, layer, layers, warp_idx, warp_bytes, kPieceBytes * (pieces < kBatch ? pieces : kBatch)};
+    if (layers > 1 && thread_idx == kConsumerThreads) exchange.begin();
     ring.begin(thread_idx == kConsumerThreads, kWarps, args.a, args.b);
     if (layers > 1) cluster_arrive_relaxed();  // copies may come; who sends them waits for this
 
@@ -209,17 +204,8 @@ struct SplitGemm {
         *reinterpret_cast<float4*>(smem_generic + at) = make_float4(acc[4 * j], acc[4 * j + 1], acc[4 * j + 2], acc[4 * j + 3]);
       }
     };
-    // Where this warp's pieces of layer `other` lie, and where those of layer `from` are received by layer `by`.
-    const auto received_at = [&](int from, int by) { return received_offset + (from - (from > by ? 1 : 0)) * part_bytes + warp_offset; };
     put(false);
-    fence_async_proxy();
-    cluster_wait();
-    if (lane_idx < layers && lane_idx != layer) {
-      for (int batch = 0, at = 0; at < warp_bytes; ++batch, at += batch_bytes) {
-        bulk_copy_to_block(smem + received_at(layer, lane_idx) + at, smem + lane_idx * part_bytes + warp_offset + at, batch_bytes,
-                           received_barrier(warp_idx, batch), lane_idx);
-      }
-    }
+    exchange.send(smem + lane_idx * part_bytes + warp_offset, lane_idx);
     put(true);
     cp_async_wait<0>();
     __syncwarp();
@@ -228,11 +214,11 @@ struct SplitGemm {
     const bool row_bias = p.bias != nullptr && p.bias_stride_m != 0;
 #pragma unroll 1
     for (int piece = 0; piece < pieces; piece += kBatch) {
-      mbarrier_wait(received_barrier(warp_idx, piece / kBatch), 0);
+      exchange.wait(piece / kBatch);
       float v[4 * kBatch] = {};
 #pragma unroll 1
       for (int other = 0; other < layers; ++other) {
-        const char* const from = smem_generic + (other == layer ? layer * part_bytes + warp_offset : received_at(other, layer)) + 16 * lane_idx;
+        const char* const from = smem_generic + (other == layer ? layer * part_bytes + warp_offset : exchange.place(other, layer)) + 16 * lane_idx;
 #pragma unroll
         for (int i = 0; i < kBatch; ++i) {
           if (piece + i >= pieces) continue;

@@ -21,6 +21,7 @@
 // where they have random signs: -1.2e-7 and 0.9e-7; with sums of 128 of k and the three products of a step in turn -8.3e-7 and
 // 5.7e-7; float32 without tensor cores 1e-10.
 #include "device/mma.h"
+#include "device/shared_memory.h"
 #include "device/sm90.h"
 #include "device/sm90_tf32.h"
 #include "kernels/gemm/gemm_cuda.h"
@@ -52,7 +53,7 @@ struct Tf32Gemm {
   static constexpr int kSlotBytes = 512;      // of a warp; one after the other
   static constexpr int kTileBytes = 4 * kSlots * kSlotBytes;
   static constexpr int kLeastStages = (2 * kTileBytes - 1) / kStageBytes + 1;  // the stages become the sums, and those that others send
-  static constexpr int kReceivedBarrierBytes = 8 * 4 * kTeams;                 // one for each warp, behind those of the stages
+  using Exchange = LayerExchange<4 * kTeams, 1>;                               // its barriers lie behind those of the stages
   static constexpr int kSteps = kBlockK / 8;
   using Stored = std::conditional_t<kSplit, float, RoundedFloat>;
   using Product = WgmmaTf32Registers<kBlockM>;
@@ -61,21 +62,13 @@ struct Tf32Gemm {
   // Four columns of two rows of k: fragment rows g and g + 8 of two products.
   struct Fragments {
     uint32_t r[2][4];
-    __device__ __forceinline__ void put(const uint4& v, int half) {
-      r[0][2 * half] = v.x;
-      r[0][2 * half + 1] = v.y;
-      r[1][2 * half] = v.z;
-      r[1][2 * half + 1] = v.w;
+    __device__ __forceinline__ void put(const float4& v, int half) {
+      r[0][2 * half] = __float_as_uint(v.x);
+      r[0][2 * half + 1] = __float_as_uint(v.y);
+      r[1][2 * half] = __float_as_uint(v.z);
+      r[1][2 * half + 1] = __float_as_uint(v.w);
     }
   };
-  __device__ __forceinline__ static uint4 load_shared(uint32_t address) {
-    uint4 v;
-    asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];\n" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(address) : "memory");
-    return v;
-  }
-  __device__ __forceinline__ static void store_shared(uint32_t address, const uint4& v) {
-    asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};\n" ::"r"(address), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
-  }
 
   // Reads step `k_step` of the warp's 32 columns. `box` is theirs.
   __device__ __forceinline__ static void load(Fragments& f, uint32_t box, int k_step, int lane_idx) {
@@ -83,7 +76,7 @@ struct Tf32Gemm {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int row = 4 * half + t;  // its low three bits: the swizzle
-      f.put(load_shared(box + (8 * k_step + row) * kRowBytes + ((chunk ^ row) << 4)), half);
+      f.put(load_shared_float4(box + (8 * k_step + row) * kRowBytes + ((chunk ^ row) << 4)), half);
     }
   }
   __device__ __forceinline__ static void load_split(Fragments& hi, Fragments& lo, uint32_t box, int k_step, int lane_idx) {
@@ -109,9 +102,8 @@ struct Tf32Gemm {
 #pragma unroll
     for (int i = 0; i < kTileABytes / 16 / kTeamThreads; ++i) {
       const uint32_t at = tile_a + 16 * (thread_idx + i * kTeamThreads);
-      const uint4 v = load_shared(at);
-      const SplitTf32 x = split_tf32(__uint_as_float(v.x)), y = split_tf32(__uint_as_float(v.y)), z = split_tf32(__uint_as_float(v.z)),
-                      w = split_tf32(__uint_as_float(v.w));
+      const float4 v = load_shared_float4(at);
+      const SplitTf32 x = split_tf32(v.x), y = split_tf32(v.y), z = split_tf32(v.z), w = split_tf32(v.w);
       store_shared(at, make_uint4(x.hi, y.hi, z.hi, w.hi));
       store_shared(at + kTileABytes, make_uint4(x.lo, y.lo, z.lo, w.lo));
     }
@@ -130,13 +122,9 @@ struct Tf32Gemm {
     const int first_m = place.tile_m * kBlockM, first_n = place.tile_n * kBlockN, batch_idx = place.batch_idx, layer = place.layer;
     const int k_begin = place.k_begin, k_end = place.k_end;
     const int parts = layers * kTeams, part_slots = kSlots / parts;  // that the warps of a team in a layer finish
-    const auto received_barrier = [&](int warp) { return smem + stages * (kStageBytes + 16) + 8 * warp; };
-    if (layers > 1 && threadIdx.x == kConsumerThreads) {
-      for (int warp = 0; warp < 4 * kTeams; ++warp) {
-        mbarrier_init(received_barrier(warp), 1);
-        mbarrier_arrive_expect(received_barrier(warp), (layers - 1) * part_slots * kSlotBytes);
-      }
-    }
+    const int warp_bytes = part_slots * kSlotBytes;
+    const Exchange exchange{smem, smem + stages * (kStageBytes + 16), kTileBytes, layer, layers, 4 * team_idx + warp_idx, warp_bytes, warp_bytes};
+    if (layers > 1 && threadIdx.x == kConsumerThreads) exchange.begin();
     ring.begin(threadIdx.x == kConsumerThreads, 4, args.a, args.b);
 
     RingState state;
@@ -264,19 +252,9 @@ struct Tf32Gemm {
         of_both = make_float4(of_both.x + own.x, of_both.y + own.y, of_both.z + own.z, of_both.w + own.w);
       }
     }
-    // Where this warp's slots from layer `from` are received by layer `by`.
-    const int warp_bytes = part_slots * kSlotBytes;
-    const auto received_at = [&](int from, int by) {
-      return kTileBytes + ((from - (from > by ? 1 : 0)) * 4 * kTeams + 4 * team_idx + warp_idx) * warp_bytes;
-    };
     if (layers > 1) {
-      fence_async_proxy();
-      cluster_wait();
-      if (lane_idx < layers && lane_idx != layer) {
-        bulk_copy_to_block(smem + received_at(layer, lane_idx), smem + (warp_idx * kSlots + (lane_idx * kTeams + team_idx) * part_slots) * kSlotBytes, warp_bytes,
-                           received_barrier(4 * team_idx + warp_idx), lane_idx);
-      }
-      mbarrier_wait(received_barrier(4 * team_idx + warp_idx), 0);
+      exchange.send(smem + (warp_idx * kSlots + (lane_idx * kTeams + team_idx) * part_slots) * kSlotBytes, lane_idx);
+      exchange.wait(0);
     }
     constexpr int kBatch = 4;
 #pragma unroll 1
@@ -293,7 +271,7 @@ struct Tf32Gemm {
       float v[kBatch][4] = {};
 #pragma unroll 1
       for (int other = 0; other < layers; ++other) {
-        const char* const from = other == layer ? own_slots + slot_begin * kSlotBytes : smem_generic + received_at(other, layer) + 16 * lane_idx;
+        const char* const from = other == layer ? own_slots + slot_begin * kSlotBytes : smem_generic + exchange.place(other, layer) + 16 * lane_idx;
 #pragma unroll
         for (int i = 0; i < kBatch; ++i) {
           if (slot + i >= slot_end) continue;
@@ -518,9 +496,9 @@ Status launch_tf32(const char* what, const GemmParams& p, const ExecContext& con
   const auto kernel = gemm_sm90a_tf32_kernel<Gemm>;
   ORTPLUGINS_RETURN_IF_ERROR(limit.raise(kernel, *context.device, 227 * 1024));
   const int64_t grid = tiles * layers;
-  args.stages = choose_stages(grid, Gemm::kMostBlocks, sm_count, Gemm::kStageBytes, Gemm::kReceivedBarrierBytes, ceil_div(k_tiles, layers), Gemm::kLeastStages);
+  args.stages = choose_stages(grid, Gemm::kMostBlocks, sm_count, Gemm::kStageBytes, Gemm::Exchange::kBarrierBytes, ceil_div(k_tiles, layers), Gemm::kLeastStages);
   if (Gemm::kTeams > 1) args.stages = args.stages / 2 * 2;  // so that a stage is always the same team's, and its parity tells
-  const int smem_bytes = args.stages * (Gemm::kStageBytes + 16) + Gemm::kReceivedBarrierBytes;
+  const int smem_bytes = args.stages * (Gemm::kStageBytes + 16) + Gemm::Exchange::kBarrierBytes;
   const bool overlaps = grid <= 8 * sm_count;
   return launch_with({static_cast<unsigned>(layers), overlaps}, what, kernel, static_cast<unsigned>(grid), Gemm::kThreads, smem_bytes, context, p, args);
 }

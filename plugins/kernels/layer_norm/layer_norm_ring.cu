@@ -93,11 +93,8 @@ __global__ void __launch_bounds__(kMostThreads, 1)
     fill(ring.slot);
     ring.advance();
 
-    SplitMean mean;  // of the warp's part, then of the row
-    if (!p.rms) {
-      float of_first[kSize];
-      unpack(s[0], of_first);
-      const float pivot = __shfl_sync(kFullWarp, of_first[0], 0);
+    // add(total, x) for all elements of this lane, of even and of odd ones of a pack for themselves.
+    const auto sum_of = [&](const auto& add) {
       float sum = 0.0F;
 #pragma unroll
       for (int i = 0; i < kPacks; ++i) {
@@ -105,26 +102,24 @@ __global__ void __launch_bounds__(kMostThreads, 1)
         float e[kSize], total[2] = {};
         unpack(s[i], e);
 #pragma unroll
-        for (int j = 0; j < kSize; ++j) total[j % 2] += e[j] - pivot;
+        for (int j = 0; j < kSize; ++j) total[j % 2] = add(total[j % 2], e[j]);
         sum += total[0] + total[1];
       }
+      return sum;
+    };
+    SplitMean mean;  // of the warp's part, then of the row
+    if (!p.rms) {
+      float of_first[kSize];
+      unpack(s[0], of_first);
+      const float pivot = __shfl_sync(kFullWarp, of_first[0], 0);
+      const float sum = sum_of([&](float total, float x) { return total + (x - pivot); });
       mean = SplitMean::of(pivot, warp_sum(sum) / static_cast<float>(packs * kSize));
     }
     forget_floats();
-    float squares = 0.0F;  // of deviations from mean.high
-#pragma unroll
-    for (int i = 0; i < kPacks; ++i) {
-      if (!has(i)) continue;
-      float e[kSize], total[2] = {};
-      unpack(s[i], e);
-#pragma unroll
-      for (int j = 0; j < kSize; ++j) {
-        const float d = e[j] - mean.high;
-        total[j % 2] = fmaf(d, d, total[j % 2]);
-      }
-      squares += total[0] + total[1];
-    }
-    squares = warp_sum(squares);
+    const float squares = warp_sum(sum_of([&](float total, float x) {  // of deviations from mean.high
+      const float d = x - mean.high;
+      return fmaf(d, d, total);
+    }));
     forget_floats();
     float variance;
     if (group_warps == 1) {
