@@ -189,36 +189,41 @@ struct Tf32Products {
   }
 };
 
-// float32, b stored (n, k): a lane has columns 2 lane and 2 lane + 1.
+// float32, b stored (n, k): a lane has columns lane % 16 and 16 more, and half of the rows.
 template <int kM>
 struct FloatProductsTransB {
-  static constexpr int kCols = 64, kDepth = 32, kTileRows = 64, kBoxesA = 1;
-  float acc[kM][2] = {};
+  static constexpr int kCols = 32, kDepth = 32, kTileRows = kCols, kBoxesA = 1;
+  static constexpr int kLaneRows = kM / 2, kLaneCols = kCols / 16;
+  float acc[kLaneRows][kLaneCols] = {};
 
   __device__ __forceinline__ void multiply(uint32_t tile_a, uint32_t tile_b, int lane_idx) {
+    const int col = lane_idx % 16, first_row = lane_idx / 16 * kLaneRows;
 #pragma unroll 2
     for (int chunk = 0; chunk < kDepth / 4; ++chunk) {
-      // Tile row lane + 32 j: eight lanes see eight rows, which the swizzle puts in different banks.
-      const float4 b0 = load_shared_float4(chunk_address(tile_b, lane_idx, chunk)), b1 = load_shared_float4(chunk_address(tile_b, lane_idx + 32, chunk));
+      // Eight lanes see eight rows of the tile, which the swizzle puts in different banks.
+      float4 b[kLaneCols];
 #pragma unroll
-      for (int m = 0; m < kM; ++m) {
-        const float4 a = load_shared_float4(chunk_address(tile_a, m, chunk));
-        acc[m][0] = fmaf(a.w, b0.w, fmaf(a.z, b0.z, fmaf(a.y, b0.y, fmaf(a.x, b0.x, acc[m][0]))));
-        acc[m][1] = fmaf(a.w, b1.w, fmaf(a.z, b1.z, fmaf(a.y, b1.y, fmaf(a.x, b1.x, acc[m][1]))));
+      for (int j = 0; j < kLaneCols; ++j) b[j] = load_shared_float4(chunk_address(tile_b, col + 16 * j, chunk));
+#pragma unroll
+      for (int m = 0; m < kLaneRows; ++m) {
+        const float4 a = load_shared_float4(chunk_address(tile_a, first_row + m, chunk));
+#pragma unroll
+        for (int j = 0; j < kLaneCols; ++j) acc[m][j] = fmaf(a.w, b[j].w, fmaf(a.z, b[j].z, fmaf(a.y, b[j].y, fmaf(a.x, b[j].x, acc[m][j]))));
       }
     }
   }
-  // Neighbouring lanes make pairs of columns: the even one of the first 32, the odd one of the others.
+  // Neighbouring lanes make pairs of columns: the even one of the first 16, the odd one of the others.
   template <class Each>
   __device__ __forceinline__ void finish(int lane_idx, const Each& each) {
     const bool odd = lane_idx % 2 != 0;
+    const int col = lane_idx % 16, first_row = lane_idx / 16 * kLaneRows;
 #pragma unroll
-    for (int m = 0; m < kM; ++m) {
+    for (int m = 0; m < kLaneRows; ++m) {
       const float other = __shfl_xor_sync(0xffffffffU, odd ? acc[m][0] : acc[m][1], 1);
       if (odd) {
-        each(m, 32 + lane_idx - 1, other, acc[m][1]);
+        each(first_row + m, 16 + col - 1, other, acc[m][1]);
       } else {
-        each(m, lane_idx, acc[m][0], other);
+        each(first_row + m, col, acc[m][0], other);
       }
     }
   }
@@ -413,9 +418,10 @@ Status launch_skinny(const GemmParams& p, const ExecContext& context) {
   using Products = typename C::Products;
   const int64_t groups = ceil_div(p.n, C::kCols), tiles = ceil_div(p.k, Products::kDepth), multiprocessors = context.device->sm_count;
   // Clusters give more multiprocessors something to do (1 x 4096 x 4096 float16 9.4 us with pairs of blocks, 10.2 us without). But half of
-  // them take in all that memory gives, if each has 128 KB on its way, as blocks have that do not share one.
+  // them take in all that memory gives, if each has 128 KB on its way, as blocks have that do not share one; and of these clusters of
+  // four find room late (16 x 1024 x 4096 float32 10.4 us in pairs, 14.8 in fours).
   int splits = 1;
-  while (splits < 8 && (C::kBlocks == 1 ? 3 : 2) * splits * groups <= multiprocessors && tiles >= 2 * splits * C::kRings * 2) splits *= 2;
+  while (splits < 8 && (C::kBlocks == 1 && splits > 1 ? 3 : 2) * splits * groups <= multiprocessors && tiles >= 2 * splits * C::kRings * 2) splits *= 2;
   // Where groups are more than multiprocessors, persistent blocks are as many as have the same number of them.
   const bool one_wave = groups <= multiprocessors;
   const int64_t blocks = one_wave || !C::kPersistent ? groups * splits : ceil_div(groups, ceil_div(groups, multiprocessors));
@@ -455,8 +461,12 @@ Status launch_gemm_sm90a_skinny(const GemmParams& p, const ExecContext& context)
   if (is_empty(p)) return {};
   if (p.dtype == DType::kFloat32) {
     if (p.trans_b) {
-      return p.m <= 4 ? launch_skinny<float, true, Config<FloatProductsTransB<4>, 8, 2, 1, false>>(p, context)
-                      : launch_skinny<float, true, Config<FloatProductsTransB<16>, 8, 2, 1, false>>(p, context);
+      // Eight warps where a block has one group of columns (4 x 4096 x 4096 17.6 us, 19.1 with four), and where products keep them
+      // busy (8 x 11008 x 4096 47.9 us, 53.2 with four); else the next kernel's blocks find room beside four (4 rows: 46 and 47 us).
+      if (p.m > 8) return launch_skinny<float, true, Config<FloatProductsTransB<16>, 8, 4, 1, true>>(p, context);
+      if (p.m > 4) return launch_skinny<float, true, Config<FloatProductsTransB<8>, 8, 4, 1, true>>(p, context);
+      return ceil_div(p.n, 32) > context.device->sm_count ? launch_skinny<float, true, Config<FloatProductsTransB<4>, 4, 4, 2, true>>(p, context)
+                                                          : launch_skinny<float, true, Config<FloatProductsTransB<4>, 8, 4, 1, true>>(p, context);
     }
     // With more than 8 rows the registers are too few for two blocks, and eight warps are wanted to keep FFMA busy; tiles of 32 of k
     // make the last one shorter (16 x 4096 x 4096 20.5 us, 21.5 with 64). Tensor cores have time left: 17.4 us, but in tf32x3,
