@@ -8,7 +8,7 @@
 
 #include "device/dependent_launch.h"
 #include "device/dispatch.h"
-#include "device/epilogue.h"
+#include "device/divisor.h"
 #include "device/sm90.h"
 
 namespace ortplugins {
@@ -28,6 +28,19 @@ inline int choose_stages(int64_t blocks, int most_blocks, int sm_count, int stag
   return static_cast<int>(std::max<int64_t>(least, std::min(room, steps)));
 }
 
+// The tiles of y and the layers of each: block i has layer i % layers of tile i / layers, and tiles go down the columns of y first.
+struct LayerGrid {
+  int layer_shift = 0, tiles_m, tiles_n, k_tiles;
+  Divisor by_tiles_m, by_tiles_n;
+
+  LayerGrid() = default;
+  LayerGrid(int layers, int64_t tiles_m_count, int64_t tiles_n_count, int64_t k_tile_count)
+      : tiles_m(static_cast<int>(tiles_m_count)), tiles_n(static_cast<int>(tiles_n_count)), k_tiles(static_cast<int>(k_tile_count)),
+        by_tiles_m(tiles_m_count), by_tiles_n(tiles_n_count) {
+    while ((1 << layer_shift) < layers) ++layer_shift;
+  }
+};
+
 #if defined(__CUDACC__)
 
 // Asks for the line of p in L2, where a later load finds it.
@@ -44,13 +57,13 @@ struct Ring {
   // How the kernel begins. `prepares` is true for one thread; a stage is empty once `readers` warps say so.
   __device__ __forceinline__ void begin(bool prepares, int readers, const CUtensorMap& a, const CUtensorMap& b) const {
     if (prepares) {
+      tma_prefetch(&a);
+      tma_prefetch(&b);
       for (int stage = 0; stage < stages; ++stage) {
         mbarrier_init(full(stage), 1);
         mbarrier_init(empty(stage), readers);
       }
       fence_barrier_init();
-      tma_prefetch(&a);
-      tma_prefetch(&b);
     }
     __syncthreads();
     wait_for_previous_kernel();
@@ -73,19 +86,16 @@ struct RingState {
 
 // Which tile and which steps of k a block has.
 struct LayerPlace {
-  int layer, batch_idx, tile_m, tile_n, tiles_m, tiles_n, k_begin, k_end;
+  int layer, batch_idx, tile_m, tile_n, k_begin, k_end;
 
-  __device__ __forceinline__ LayerPlace(int layer, int layers, int64_t rows, int64_t cols, int64_t depth, int block_m, int block_n, int block_k) : layer(layer) {
-    tiles_m = static_cast<int>((rows + block_m - 1) / block_m);
-    tiles_n = static_cast<int>((cols + block_n - 1) / block_n);
-    const int index = static_cast<int>(blockIdx.x) / layers;
-    batch_idx = index / (tiles_m * tiles_n);
-    const TileIndex tile = grouped_tile(index - batch_idx * tiles_m * tiles_n, tiles_m, tiles_n);
-    tile_m = static_cast<int>(tile.m);
-    tile_n = static_cast<int>(tile.n);
-    const int k_tiles = static_cast<int>((depth + block_k - 1) / block_k);
-    k_begin = k_tiles * layer / layers;
-    k_end = k_tiles * (layer + 1) / layers;
+  __device__ __forceinline__ explicit LayerPlace(const LayerGrid& grid) {
+    const unsigned index = blockIdx.x >> grid.layer_shift, column = grid.by_tiles_m.quotient(index), batch = grid.by_tiles_n.quotient(column);
+    layer = static_cast<int>(blockIdx.x - (index << grid.layer_shift));
+    tile_m = static_cast<int>(index) - static_cast<int>(column) * grid.tiles_m;
+    tile_n = static_cast<int>(column) - static_cast<int>(batch) * grid.tiles_n;
+    batch_idx = static_cast<int>(batch);
+    k_begin = grid.k_tiles * layer >> grid.layer_shift;
+    k_end = grid.k_tiles * (layer + 1) >> grid.layer_shift;
   }
 };
 

@@ -1,5 +1,5 @@
-// Gemm of 16-bit elements by wgmma for products with few tiles: 128 x 128 with a multiprocessor to themselves, or 64 x 64, of
-// which three share one.
+// Gemm of 16-bit elements by wgmma for products with few tiles: 128 x 128 with a multiprocessor to themselves, 128 x 64, of which
+// two may share one, or 64 x 64, of which three may.
 //
 // A warpgroup holds 64 rows of the tile in registers (consumers); one thread of a last warp brings the operands (producer).
 // Operand tiles, 64 deep along k, pass through a ring of stages in shared memory in the 128-byte swizzle, laid out as they are
@@ -9,7 +9,7 @@
 // block's sums, in the order of the threads that hold them: 8 columns of a warp's 16 rows are a piece, 16 bytes of each lane. A
 // warp sends the pieces of the other layers to the same warp there by bulk copies, waits for its own, and adds up in the order of
 // k. Results go through shared memory once more, in rows of y, to which the residual was brought meanwhile. H200, 1024 x 768 x 3072
-// with GELU 12.9 us; 13.6 where each block reads the sums of the other through the cluster and waits for all of it.
+// with GELU in tiles of 128 x 128 12.9 us; 13.6 where each block reads the sums of the other through the cluster and waits for all of it.
 #include "device/sm90.h"
 #include "device/tensor_map.h"
 #include "device/tile_copy.h"
@@ -27,14 +27,15 @@ struct SplitArgs {
   CUtensorMap a, b;  // (contiguous, rows, matrix); boxes of 64 x 64
   bool a_batched, b_batched;
   int stages;
+  LayerGrid grid;
 };
 
 template <class T, int kGroups, int kBlockNValue, bool kTransA, bool kTransB>
 struct SplitGemm {
   static constexpr int kConsumerThreads = 128 * kGroups, kThreads = kConsumerThreads + 32, kBlockM = 64 * kGroups, kBlockN = kBlockNValue;
   static constexpr int kTileABytes = kBlockM * kRowBytes, kStageBytes = kTileABytes + kBlockN * kRowBytes;
-  static constexpr int kMostBlocks = kGroups == 2 ? 1 : 3;  // on a multiprocessor
-  static constexpr int kWarps = 4 * kGroups, kPieces = kBlockN / 8, kPieceBytes = 512;
+  static constexpr int kMostBlocks = kBlockN == 128 ? 1 : kGroups == 2 ? 2 : 3;  // on a multiprocessor
+  static constexpr int kWarps = 4 * kGroups, kPieces = kBlockN / 8, kPieceShift = kPieces == 16 ? 4 : 3, kPieceBytes = 512;
   static constexpr int kBatch = 4, kBatches = kPieces / 2 / kBatch;  // pieces that a warp finishes at once; times that it does, of two layers
   using TileC = EpilogueTile<kBlockM, kBlockN, kConsumerThreads, 1>;  // where the stages were
   static constexpr int kTileBytes = 4 * kBlockM * kBlockN, kResultRowBytes = 2 * kBlockN;
@@ -44,15 +45,14 @@ struct SplitGemm {
   using Exchange = LayerExchange<kWarps, kBatches>;
   static constexpr int kBiasBytes = 4 * kBlockN, kOtherBytes = kBiasBytes + Exchange::kBarrierBytes;
 
-  // acc (64 x kBlockN) = or += tile a x tile b, over the 64 of k in the stage. tile_a is that of the warpgroup.
-  __device__ __forceinline__ static void multiply(float (&acc)[kBlockN / 2], uint32_t tile_a, uint32_t tile_b, bool accumulate) {
+  // acc (64 x kBlockN) = or += tile a x tile b, over the 64 of k in the stage; descriptors. tile_a is that of the warpgroup.
+  __device__ __forceinline__ static void multiply(float (&acc)[kBlockN / 2], uint64_t tile_a, uint64_t tile_b, bool accumulate) {
     using Product = Wgmma<T, kBlockN, kTransA, !kTransB>;
     // Across k, blocks of 64 of n are kBlockBytes apart, and 16 rows of k are 2048 bytes.
     constexpr int kStepA = kTransA ? 2048 : 32, kStepB = kTransB ? 32 : 2048;
 #pragma unroll
     for (int k_step = 0; k_step < kBlockK / 16; ++k_step) {
-      Product::run(acc, wgmma_descriptor(tile_a + k_step * kStepA, kTransA ? kBlockBytes : 16),
-                   wgmma_descriptor(tile_b + k_step * kStepB, kTransB ? 16 : kBlockBytes), accumulate || k_step > 0);
+      Product::run(acc, wgmma_descriptor_at(tile_a, k_step * kStepA), wgmma_descriptor_at(tile_b, k_step * kStepB), accumulate || k_step > 0);
     }
   }
 
@@ -99,13 +99,15 @@ struct SplitGemm {
 
   __device__ __forceinline__ static void run(const GemmParams& p, const SplitArgs& args, char* smem_generic) {
     const uint32_t smem = smem_address(smem_generic);
-    const int stages = args.stages, layers = blocks_in_cluster();
-    const int piece_shift = __ffs(kPieces / layers) - 1, pieces = 1 << piece_shift;  // of a layer
-    const int part_bytes = kTileBytes / kPieces * pieces, warp_bytes = kPieceBytes * pieces;  // of a layer, and of one warp in it
-    const int received_offset = stages * kStageBytes, bias_offset = received_offset + part_bytes * (layers - 1);
+    const int stages = args.stages, layer_shift = args.grid.layer_shift, layers = 1 << layer_shift;
+    const int pieces = kPieces >> layer_shift, piece_shift = kPieceShift - layer_shift;       // of a layer
+    const int part_bytes = kTileBytes >> layer_shift, warp_bytes = kPieceBytes * pieces;  // of a layer, and of one warp in it
+    const int received_offset = stages * kStageBytes, bias_offset = received_offset + kTileBytes - part_bytes;
     const Ring ring{smem + bias_offset + kOtherBytes, stages};
-    const int thread_idx = static_cast<int>(threadIdx.x), group_idx = thread_idx / 128, warp_idx = thread_idx / 32, lane_idx = thread_idx % 32;
-    const LayerPlace place(rank_in_cluster(), layers, p.m, p.n, p.k, kBlockM, kBlockN, kBlockK);
+    // A warpgroup's index by a shuffle: see wgmma_descriptor_at.
+    const int thread_idx = static_cast<int>(threadIdx.x), warp_idx = thread_idx / 32, lane_idx = thread_idx % 32;
+    const int group_idx = __shfl_sync(0xffffffffU, thread_idx / 128, 0);
+    const LayerPlace place(args.grid);
     const int first_m = place.tile_m * kBlockM, first_n = place.tile_n * kBlockN, k_begin = place.k_begin, k_end = place.k_end, layer = place.layer;
     const Exchange exchange{smem, smem + bias_offset + kBiasBytes, received_offset, layer, layers, warp_idx, warp_bytes, kPieceBytes * (pieces < kBatch ? pieces : kBatch)};
     if (layers > 1 && thread_idx == kConsumerThreads) exchange.begin();
@@ -156,11 +158,13 @@ struct SplitGemm {
 #pragma unroll
     for (int i = 0; i < kBlockN / 2; ++i) acc[i] = 0.0F;
     int previous = 0;
+    const uint64_t first_tile_a = wgmma_descriptor(smem + group_idx * kBlockBytes, kTransA ? kBlockBytes : 16);
+    const uint64_t first_tile_b = wgmma_descriptor(smem + kTileABytes, kTransB ? 16 : kBlockBytes);
     for (int k_tile = k_begin; k_tile < k_end; ++k_tile) {
       mbarrier_wait(ring.full(state.stage), state.parity);
-      const uint32_t tile_a = smem + state.stage * kStageBytes;
+      const int stage_offset = state.stage * kStageBytes;
       wgmma_fence();
-      multiply(acc, tile_a + group_idx * kBlockBytes, tile_a + kTileABytes, k_tile > k_begin);
+      multiply(acc, wgmma_descriptor_at(first_tile_a, stage_offset), wgmma_descriptor_at(first_tile_b, stage_offset), k_tile > k_begin);
       wgmma_commit();
       wgmma_wait<1>();
       if (k_tile > k_begin && lane_idx == 0) mbarrier_arrive(ring.empty(previous));
@@ -296,9 +300,10 @@ Status launch_split(const char* what, const GemmParams& p, const ExecContext& co
   ORTPLUGINS_RETURN_IF_ERROR(encode(&args.b, p.b, p.trans_b ? p.k : p.n, p.trans_b ? p.n : p.k, p.ldb, args.b_batched, p.b_batch_strides[0]));
   return dispatch_layout(p, [&](auto trans_a, auto trans_b) {
     using Gemm = SplitGemm<T, kGroups, kBlockN, decltype(trans_a)::value, decltype(trans_b)::value>;
-    const int64_t tiles = ceil_div(p.m, kBlockM) * ceil_div(p.n, kBlockN) * p.batch, k_tiles = ceil_div(p.k, kBlockK);
+    const int64_t tiles_m = ceil_div(p.m, kBlockM), tiles_n = ceil_div(p.n, kBlockN), tiles = tiles_m * tiles_n * p.batch, k_tiles = ceil_div(p.k, kBlockK);
     const int layers = choose_layers(tiles, k_tiles, context.device->sm_count);
     const int64_t grid = tiles * layers;
+    args.grid = {layers, tiles_m, tiles_n, k_tiles};
     const int other_bytes = Gemm::received_bytes(layers) + Gemm::kOtherBytes;
     args.stages = choose_stages(grid, Gemm::kMostBlocks, context.device->sm_count, Gemm::kStageBytes, other_bytes, ceil_div(k_tiles, layers), Gemm::kLeastStages);
     const int smem_bytes = args.stages * (Gemm::kStageBytes + 16) + other_bytes;
@@ -315,6 +320,10 @@ Status launch_split(const char* what, const GemmParams& p, const ExecContext& co
 Status launch_gemm_sm90a_split_128x128(const GemmParams& p, const ExecContext& context) {
   if (is_empty(p)) return {};
   return dispatch_half(p.dtype, [&](auto tag) { return launch_split<typename decltype(tag)::type, 2, 128>("gemm_sm90a_split_128x128", p, context); });
+}
+Status launch_gemm_sm90a_split_128x64(const GemmParams& p, const ExecContext& context) {
+  if (is_empty(p)) return {};
+  return dispatch_half(p.dtype, [&](auto tag) { return launch_split<typename decltype(tag)::type, 2, 64>("gemm_sm90a_split_128x64", p, context); });
 }
 Status launch_gemm_sm90a_split_64x64(const GemmParams& p, const ExecContext& context) {
   if (is_empty(p)) return {};

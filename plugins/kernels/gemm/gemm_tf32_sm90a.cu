@@ -39,6 +39,7 @@ struct Tf32Args {
   CUtensorMap a, b;  // (contiguous, rows, matrix)
   bool a_batched, b_batched;
   int stages;
+  LayerGrid grid;
 };
 
 template <bool kSplit, int kBlockMValue, int kTeamCount>
@@ -93,9 +94,9 @@ struct Tf32Gemm {
     }
   }
 
-  __device__ __forceinline__ static void multiply(Accumulators& acc, const Fragments& f, uint32_t tile_a, int k_step, bool accumulate) {
+  __device__ __forceinline__ static void multiply(Accumulators& acc, const Fragments& f, uint64_t tile_a, int k_step, bool accumulate) {
 #pragma unroll
-    for (int i = 0; i < 2; ++i) Product::run(acc[i], f.r[i], wgmma_descriptor(tile_a + 32 * k_step), accumulate);
+    for (int i = 0; i < 2; ++i) Product::run(acc[i], f.r[i], wgmma_descriptor_at(tile_a, 32 * k_step), accumulate);
   }
   // The tile of a becomes hi, and lo behind it.
   __device__ __forceinline__ static void split_tile_a(uint32_t tile_a, int thread_idx) {
@@ -115,13 +116,14 @@ struct Tf32Gemm {
     const uint32_t smem = smem_address(smem_generic);
     const int stages = args.stages;
     const Ring ring{smem + stages * kStageBytes, stages};
-    const int team_idx = static_cast<int>(threadIdx.x) / kTeamThreads, thread_idx = static_cast<int>(threadIdx.x) % kTeamThreads;
+    // A team's index by a shuffle: see wgmma_descriptor_at.
+    const int team_idx = __shfl_sync(0xffffffffU, static_cast<int>(threadIdx.x) / kTeamThreads, 0), thread_idx = static_cast<int>(threadIdx.x) % kTeamThreads;
     const int lane_idx = thread_idx % 32, warp_idx = thread_idx / 32;
-    const int layers = blocks_in_cluster();
-    const LayerPlace place(rank_in_cluster(), layers, p.m, p.n, p.k, kBlockM, kBlockN, kBlockK);
+    const int layers = 1 << args.grid.layer_shift;
+    const LayerPlace place(args.grid);
     const int first_m = place.tile_m * kBlockM, first_n = place.tile_n * kBlockN, batch_idx = place.batch_idx, layer = place.layer;
     const int k_begin = place.k_begin, k_end = place.k_end;
-    const int parts = layers * kTeams, part_slots = kSlots / parts;  // that the warps of a team in a layer finish
+    const int part_slots = kSlots / kTeams >> args.grid.layer_shift;  // that the warps of a team in a layer finish
     const int warp_bytes = part_slots * kSlotBytes;
     const Exchange exchange{smem, smem + stages * (kStageBytes + 16), kTileBytes, layer, layers, 4 * team_idx + warp_idx, warp_bytes, warp_bytes};
     if (layers > 1 && threadIdx.x == kConsumerThreads) exchange.begin();
@@ -170,6 +172,7 @@ struct Tf32Gemm {
     float sum[2][kSplit ? kBlockM / 2 : 1] = {};
     const auto tile_b_of = [&](int stage) { return smem + stage * kStageBytes; };
     const auto tile_a_of = [&](int stage) { return tile_b_of(stage) + kTileBBytes; };
+    const uint64_t first_tile_a = wgmma_descriptor(smem + kTileBBytes);
     if constexpr (kSplit) {
       const auto bring = [&] {
         mbarrier_wait(ring.full(state.stage), state.parity);
@@ -178,14 +181,15 @@ struct Tf32Gemm {
       if (k_begin < k_end) bring();
       for (int k_tile = k_begin; k_tile < k_end; ++k_tile) {
         const int stage = state.stage;
-        const uint32_t tile_a = tile_a_of(stage), box = tile_b_of(stage) + warp_idx * kBoxBytes;
+        const uint64_t tile_a = wgmma_descriptor_at(first_tile_a, stage * kStageBytes);
+        const uint32_t box = tile_b_of(stage) + warp_idx * kBoxBytes;
         Fragments hi[kSteps], lo[2];
 #pragma unroll
         for (int k_step = 0; k_step < kSteps; ++k_step) {
           wgmma_wait<1>();  // the step that used these registers has read them
           load_split(hi[k_step], lo[k_step % 2], box, k_step, lane_idx);
           wgmma_fence();
-          multiply(acc, hi[k_step], tile_a + kTileABytes, k_step, k_step > 0);
+          multiply(acc, hi[k_step], wgmma_descriptor_at(tile_a, kTileABytes), k_step, k_step > 0);
           multiply(acc, lo[k_step % 2], tile_a, k_step, true);
           wgmma_commit();
         }
@@ -210,7 +214,8 @@ struct Tf32Gemm {
       if (team_idx > 0) state.advance(stages);
       for (int k_tile = k_first; k_tile < k_end; k_tile += kTeams) {
         mbarrier_wait(ring.full(state.stage), state.parity);
-        const uint32_t tile_a = tile_a_of(state.stage), box = tile_b_of(state.stage) + warp_idx * kBoxBytes;
+        const uint64_t tile_a = wgmma_descriptor_at(first_tile_a, state.stage * kStageBytes);
+        const uint32_t box = tile_b_of(state.stage) + warp_idx * kBoxBytes;
 #pragma unroll
         for (int k_step = 0; k_step < kSteps; ++k_step) {
           wgmma_wait<1>();  // the step that used these registers has read them
@@ -417,6 +422,7 @@ struct Tf32Persistent : Tf32Gemm<false, 128, 1> {
 
     registers_increase<216>();
     const int lane_idx = thread_idx % 32, warp_idx = thread_idx / 32, g = lane_idx / 4, t = lane_idx % 4;
+    const uint64_t first_tile_a = wgmma_descriptor(smem + kTileBBytes);
     for (int index = first; index < total; index += step) {
       const Work at = work(index);
       const int64_t col = at.first_n + 32 * warp_idx + 4 * (g % 2 * 4 + g / 2), first_row = at.first_m + 2 * t;
@@ -428,7 +434,8 @@ struct Tf32Persistent : Tf32Gemm<false, 128, 1> {
       int previous = 0;
       for (int k_tile = 0; k_tile < k_tiles; ++k_tile) {
         mbarrier_wait(ring.full(state.stage), state.parity);
-        const uint32_t tile_b = smem + state.stage * kStageBytes, tile_a = tile_b + kTileBBytes, box = tile_b + warp_idx * kBoxBytes;
+        const uint64_t tile_a = wgmma_descriptor_at(first_tile_a, state.stage * kStageBytes);
+        const uint32_t box = smem + state.stage * kStageBytes + warp_idx * kBoxBytes;
 #pragma unroll
         for (int k_step = 0; k_step < kSteps; ++k_step) {
           wgmma_wait<1>();
@@ -486,7 +493,7 @@ Status launch_tf32(const char* what, const GemmParams& p, const ExecContext& con
   if (is_empty(p)) return {};
   Tf32Args args = {};
   ORTPLUGINS_RETURN_IF_ERROR(encode_operands<Gemm>(p, args));
-  const int64_t tiles = ceil_div(p.m, Gemm::kBlockM) * ceil_div(p.n, kBlockN) * p.batch, k_tiles = ceil_div(p.k, kBlockK);
+  const int64_t tiles_m = ceil_div(p.m, Gemm::kBlockM), tiles_n = ceil_div(p.n, kBlockN), tiles = tiles_m * tiles_n * p.batch, k_tiles = ceil_div(p.k, kBlockK);
   // Blocks with three products for each tile are worth a second one on a multiprocessor sooner.
   const int sm_count = context.device->sm_count, layers = choose_layers(tiles, k_tiles, (Gemm::kSplits ? 2 : 1) * sm_count);
   if constexpr (std::is_same_v<Gemm, Tf32Persistent::Single>) {
@@ -495,6 +502,7 @@ Status launch_tf32(const char* what, const GemmParams& p, const ExecContext& con
   static SmemLimit limit;
   const auto kernel = gemm_sm90a_tf32_kernel<Gemm>;
   ORTPLUGINS_RETURN_IF_ERROR(limit.raise(kernel, *context.device, 227 * 1024));
+  args.grid = {layers, tiles_m, tiles_n, k_tiles};
   const int64_t grid = tiles * layers;
   args.stages = choose_stages(grid, Gemm::kMostBlocks, sm_count, Gemm::kStageBytes, Gemm::Exchange::kBarrierBytes, ceil_div(k_tiles, layers), Gemm::kLeastStages);
   if (Gemm::kTeams > 1) args.stages = args.stages / 2 * 2;  // so that a stage is always the same team's, and its parity tells

@@ -34,6 +34,7 @@ Status launch_gemm_sm90a_small_tf32(const GemmParams& params, const ExecContext&
 Status launch_gemm_sm90a_small_tf32x3(const GemmParams& params, const ExecContext& context);
 Status launch_gemm_sm90a_skinny(const GemmParams& params, const ExecContext& context);
 Status launch_gemm_sm90a_split_128x128(const GemmParams& params, const ExecContext& context);
+Status launch_gemm_sm90a_split_128x64(const GemmParams& params, const ExecContext& context);
 Status launch_gemm_sm90a_split_64x64(const GemmParams& params, const ExecContext& context);
 Status launch_gemm_sm90a_tf32_pair(const GemmParams& params, const ExecContext& context);
 Status launch_gemm_sm90a_tf32(const GemmParams& params, const ExecContext& context);
