@@ -184,17 +184,18 @@ bool suits_wide(const GemmParams& p, const DeviceInfo& device, int64_t block_n) 
 }
 bool suits_256(const GemmParams& p, const DeviceInfo& device) { return suits_wide(p, device, 256) && wide_cycles(p, device, 256) <= wide_cycles(p, device, 192); }
 bool suits_192(const GemmParams& p, const DeviceInfo& device) { return suits_wide(p, device, 192); }
-// A tile of 128 x 64 for each multiprocessor, or for more than half: it reads operands less often than two of 64 x 64, and nobody
-// waits for other layers; up to about 40 steps of k, as tiles of 128 x 128 read them less often still. H200, float16, us, 128 x 64,
-// 64 x 64, 128 x 128: 1024 x 1024 x 1024 6.5, 7.0, 8.0; 1024 x 768 x 768 5.7, 5.9, 7.0; 1024 x 768 x 3072 with gelu 12.8, 15.1, 13.3;
-// 256 x 4096 x 1024 7.0, 7.9, 8.5; 640 x 640 x 640 4.8, 4.3, 6.2; 1024 x 1024 x 4096 18.7, 23.5, 16.8.
-bool suits_128x64(const GemmParams& p, const DeviceInfo& device) {
-  const int64_t count = tiles(p, 128, 64);
-  return p.m >= 128 && count <= device.sm_count && 2 * count > device.sm_count && count * ((p.k + 63) / 64) <= 40 * device.sm_count;
-}
 // Tiles of 64 x 64 fill the GPU and have short prologues and epilogues, but read each operand twice as often as 128 x 128: up
 // to about 30 steps of k on each multiprocessor.
 bool suits_64(const GemmParams& p, const DeviceInfo& device) { return tiles(p, 64, 64) * ((p.k + 63) / 64) <= 32 * device.sm_count; }
+// A tile of 128 x 64 for each multiprocessor, or for more than half: it reads operands less often than two of 64 x 64, and nobody
+// waits for other layers. With fewer tiles, too, where 64 x 64 would read too often; up to about 40 steps of k, as 128 x 128 reads
+// less often still. H200, float16, us, 128 x 64, 64 x 64, 128 x 128: 1024 x 1024 x 1024 6.3, 6.5, 7.8; 1024 x 768 x 768 5.7, 5.9,
+// 7.0; 1024 x 768 x 3072 with gelu 12.8, 15.1, 13.3; 128 x 4096 x 4096 12.7, 14.4, 21.9; 512 x 768 x 3072 9.1, 9.1, 10.2;
+// 640 x 640 x 640 4.8, 4.3, 6.2; 1024 x 1024 x 4096 18.7, 23.5, 16.8.
+bool suits_128x64(const GemmParams& p, const DeviceInfo& device) {
+  const int64_t count = tiles(p, 128, 64), sm_count = device.sm_count;
+  return p.m >= 128 && count <= sm_count && count * ((p.k + 63) / 64) <= 40 * sm_count && (2 * count > sm_count || !suits_64(p, device));
+}
 double products(const GemmParams& p) { return static_cast<double>(p.m) * static_cast<double>(p.n) * static_cast<double>(p.k) * static_cast<double>(p.batch); }
 // Five launches and the scaling of both operands, against mma.sync at a quarter of the rate: 128 x 768 x 768 31 us and 98 us,
 // 4096 x 4096 x 4096 715 us and 3904 us.

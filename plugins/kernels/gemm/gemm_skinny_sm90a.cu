@@ -446,8 +446,8 @@ Status launch_skinny(const GemmParams& p, const ExecContext& context) {
   args.barriers_offset = args.parts_offset == 0 && parts_bytes < kRingsBytes ? kRingsBytes : args.parts_offset + parts_bytes;
   ORTPLUGINS_RETURN_IF_ERROR(encode(&args.a, p.a, p.k, p.m, p.lda, args.rows_a, CU_TENSOR_MAP_L2_PROMOTION_L2_256B));
   // What lies beside the 128 bytes of a row another warp asks for: with promotion to 256 bytes L2 was asked twice (537 MB at 4.1
-  // TB/s, and 4.3 without).
-  ORTPLUGINS_RETURN_IF_ERROR(encode(&args.b, p.b, kTransB ? p.k : p.n, kTransB ? p.n : p.k, p.ldb, Products::kTileRows, CU_TENSOR_MAP_L2_PROMOTION_NONE));
+  // TB/s, and 4.3 with 128).
+  ORTPLUGINS_RETURN_IF_ERROR(encode(&args.b, p.b, kTransB ? p.k : p.n, kTransB ? p.n : p.k, p.ldb, Products::kTileRows, CU_TENSOR_MAP_L2_PROMOTION_L2_128B));
   static SmemLimit limit;
   const auto kernel = gemm_skinny_kernel<T, kTransB, C>;
   ORTPLUGINS_RETURN_IF_ERROR(limit.raise(kernel, *context.device, 227 * 1024));
