@@ -66,6 +66,7 @@ EXPECTATIONS = (
     Expectation(r"(gemm|attention)_simt_", (r"FFMA",)),
     Expectation(r"gemm_mma_|attention_(mma|split|tf32)_", (r"HMMA", r"LDGSTS\.E\.\S*128")),
     Expectation(r"gemm_sm90a_|attention_(wgmma|fp16)_", (r"HGMMA", r"UTMALDG")),
+    Expectation(r"attention_short_", (r"HGMMA", r"LDGSTS\.E\.\S*128", r"STG\.E\.128")),
     Expectation(r"gemm_skinny_", (r"UTMALDG",)),
     Expectation(r"gemm_skinny_.*HalfProducts", (r"HMMA",)),
     Expectation(r"gemm_small_", (r"LDGSTS\.E\.\S*128",)),

@@ -179,6 +179,12 @@ def padding(inputs: Inputs) -> None:
         mask[b, ..., first:last] = keep
 
 
+def masked_sequence(inputs: Inputs) -> None:
+    """Every key of sequence 1 is masked as much as its mask can, with the lowest number of an additive one."""
+    mask = inputs[MASK]
+    mask[1] = False if mask.dtype == np.bool_ else mask.min()
+
+
 def large_values_where_masked(inputs: Inputs) -> None:
     inputs[V][:, np.isneginf(inputs[MASK])] = 1000.0
 
@@ -300,6 +306,67 @@ CASES = [
     Case("many_tiles_lengths", b=5, heads=40, sq=20, sk=300, d=64, total_lengths=(300, 7, 0, 129, 256)),
     # Rows left over by tiles of 64 to 256, of as many heads as an H200 has multiprocessors
     *(Case(f"rest_rows_d{d}", b=11, heads=12, sq=250, sk=70, d=d, dtypes=("float16", "bfloat16")) for d in (64, 80)),
+    # All keys in one tile of 80 or 128, of queries in one tile of 64 or several
+    *(
+        Case(
+            f"one_tile_{sq}x{sk}{name}",
+            b=2,
+            sq=sq,
+            sk=sk,
+            dtypes=("float16", "bfloat16"),
+            **{"heads": 3, "d": 64, **problem},
+        )
+        for sq, sk, name, problem in (
+            (130, 1, "", {}),
+            (65, 7, "", {"d": 8}),
+            (64, 64, "_grouped", {"heads": 4, "kv_heads": 2}),
+            (77, 77, "_causal", {"attrs": {"is_causal": 1}, "layout": "BNSH"}),
+            (128, 80, "_v_narrower", {"dv": 40}),
+            (128, 80, "_v_wider", {"d": 24, "dv": 56}),
+            (63, 81, "", {"layout": "3D"}),
+            (200, 127, "_causal", {"attrs": {"is_causal": 1}}),
+            (128, 127, "_window", {"attrs": {"window": 20, "window_right": 3}}),
+            (128, 128, "", {}),
+            (128, 128, "_causal", {"heads": 8, "kv_heads": 1, "attrs": {"is_causal": 1}}),
+            (128, 128, "_packed", {"layout": "BS3NH"}),
+            (30, 128, "_lengths", {"total_lengths": (128, 40), "attrs": {"is_causal": 1}}),
+            (70, 80, "_lengths_short", {"total_lengths": (69, 0), "attrs": {"is_causal": 1, "window": 50}}),
+            (20, 20, "_past_80", {"past": 60, "attrs": {"is_causal": 1}}),
+            (28, 28, "_past_128", {"past": 100, "kv_heads": 1}),
+            (70, 128, "_std8", {"std": 8.0}),
+            (70, 77, "_rising", {"spoil": rising(30)}),
+            (70, 128, "_rising_mask", {"spoil": rising(30), "mask": (2, 1, 1, 128), "mask_kind": "add"}),
+            (128, 128, "_garbage_lengths", {"total_lengths": (128, 7), "spoil": garbage_behind_lengths}),
+            (70, 77, "_garbage_bool", {"mask": (77,), "spoil": garbage_where_masked}),
+            (70, 128, "_garbage_-inf", {"mask": (128,), "mask_kind": "-inf", "spoil": garbage_where_masked}),
+            (40, 128, "_garbage_causal", {"spoil": garbage_keys(20, last=21), "attrs": {"is_causal": 1}}),
+            (40, 80, "_garbage_mask", {"mask": (50,), "mask_kind": "add", "spoil": garbage_keys(50, np.inf)}),
+            (40, 128, "_garbage_seen", {"spoil": garbage_keys(5, last=6)}),
+        )
+    ),
+    *(
+        Case(
+            f"one_tile_mask_{'x'.join(map(str, mask))}_{kind}",
+            b=2,
+            heads=3,
+            sq=70,
+            sk=mask[-1],
+            d=d,
+            attrs=attrs,
+            mask=mask,
+            mask_kind=kind,
+            spoil=spoil,
+            dtypes=("float16", "bfloat16"),
+        )
+        for kind in ("bool", "add", "-inf", "lowest")
+        for mask, d, attrs, spoil in (
+            ((2, 1, 1, 7), 64, {}, None),
+            ((2, 3, 1, 77), 32, {"is_causal": 1}, None),
+            ((80,), 64, {}, None),
+            ((2, 1, 1, 127), 64, {}, masked_sequence),
+            ((2, 1, 1, 128), 64, {"is_causal": 1}, masked_sequence),
+        )
+    ),
     # Maxima that grow with every tile of keys, by a few and by hundreds, in all rows or in one
     *(
         Case(

@@ -207,6 +207,19 @@ template <int64_t kDim>
 bool supports_wgmma_rows(const AttentionParams& p, const DeviceInfo& device) {
   return attention_wgmma_supports_rows(p, device, kDim);
 }
+// All keys in one tile of `kLen`. H200, heads of 64, us, the row of 128 and the best without it: 1 x 12 x 128 2.4 and 4.1,
+// 8 x 12 x 128 3.3 and 4.9, with a mask of keys 3.8 and 6.9, 256 x 12 x 128 52.7 and 60.3. The row of 80, that of 128 and the
+// best without them: 32 x 12 x 77, causal, 5.4, 6.4 and 8.5, 2 x 10 x 4096 queries of 77 keys 8.0, 9.9 and 14.7.
+template <int64_t kLen>
+bool supports_short(const AttentionParams& p, const DeviceInfo& device) {
+  return attention_short_supports(p, device, kLen);
+}
+// Few queries of many grouped heads are for tiles that hold all heads of a group. H200, heads of 64, one query, us, this row and
+// sm80_mma_16x64x64_s4_split: 1 x 12 heads, 128 keys 2.1 and 6.3, 64 x 12, 100 keys 5.5 and 14.9; groups of four, 16 x 32, 128 keys
+// 3.8 and 6.9, 64 x 32 12.0 and 14.1; groups of eight, 128 x 32, 80 keys 16.9 and 14.9.
+bool suits_short(const AttentionParams& p, const DeviceInfo& device) {
+  return p.q_len > 16 || p.heads <= 4 * p.kv_heads || p.heads * p.batch <= int64_t{8} * device.sm_count;
+}
 // What a launch costs in tiles of 128 rows that are 100 each: the rounds it takes until every block has been on one of the
 // multiprocessors, times the measured cost of a block.
 int64_t wgmma_cost(const AttentionParams& p, const DeviceInfo& device, int64_t block_m, int64_t block_cost) {
@@ -216,17 +229,20 @@ int64_t wgmma_cost(const AttentionParams& p, const DeviceInfo& device, int64_t b
 bool suits_wgmma_256(const AttentionParams& p, const DeviceInfo& device) {
   return wgmma_cost(p, device, 256, 165) <= wgmma_cost(p, device, 128, 100);
 }
-// Short sequences in numbers: while one block starts or ends, another one on the same multiprocessor computes. Longer ones
-// would read the keys too often. And few of them: each block has a multiprocessor to itself, and half of the work.
-// H200, 12 heads of 64, us, 64 and 128 rows: 1 x 128 4.4 and 5.1, 8 x 128 6.1 and 5.7, 8 x 512 21.2 and 22.3.
+// Tiles of 64 rows are for numbers of short sequences: while one block starts or ends, another one on the same multiprocessor
+// computes. Longer ones would read the keys too often. And they are for few keys, where a block has little more to do than to
+// start and end. H200, 12 heads of 64, us, 64 and 128 rows: 4 x 256 6.5 and 6.7, 2 x 384 8.0 and 7.4, 1 x 512 9.1 and 8.2, 2 x 512
+// 9.5 and 8.6, 8 x 384 14.6 and 17.7, causal 10.1 and 15.2.
 bool suits_wgmma_64(const AttentionParams& p, const DeviceInfo& device) {
-  const int64_t blocks = (p.q_len + 63) / 64 * p.heads * p.batch, sms = device.sm_count;
-  return p.q_len <= 512 && (blocks > 2 * sms || blocks <= sms);
+  const int64_t blocks = (p.q_len + 63) / 64 * p.heads * p.batch;
+  return p.q_len <= 512 && (blocks > int64_t{2} * device.sm_count || p.total_len() <= 256);
 }
 #endif
 
 constexpr Variant<AttentionParams> kAttentionVariants[] = {
 #if ORTPLUGINS_WITH_SM90A
+    {169, "sm90a_wgmma_64x80x64_s1", DeviceKind::kCuda, supports_short<80>, launch_attention_short_80, nullptr, suits_short},
+    {168, "sm90a_wgmma_64x128x64_s1", DeviceKind::kCuda, supports_short<128>, launch_attention_short_128, nullptr, suits_short},
     {166, "sm90a_wgmma_64x96x128_s4_split", DeviceKind::kCuda, attention_wgmma_split_supports, launch_attention_wgmma_split,
      attention_wgmma_split_workspace, suits_wgmma_split},
 #endif

@@ -26,6 +26,7 @@
 
 #include "device/dependent_launch.h"
 #include "device/mma.h"
+#include "device/shared_memory.h"
 #include "device/sm90_rs.h"
 #include "device/tensor_map.h"
 #include "kernels/attention/attention_device.h"
@@ -273,11 +274,6 @@ __device__ __forceinline__ int lane_in_place() {
   return lane_idx;
 }
 
-__device__ __forceinline__ uint32_t load_shared_u32(uint32_t address) {
-  uint32_t v;
-  asm volatile("ld.shared.u32 %0, [%1];\n" : "=r"(v) : "r"(address) : "memory");
-  return v;
-}
 __device__ __forceinline__ void store_shared_zero_16(uint32_t address) {
   asm volatile("st.shared.v4.u32 [%0], {%1, %1, %1, %1};\n" ::"r"(address), "r"(0) : "memory");
 }

@@ -18,10 +18,4 @@ inline KeyTensors key_tensors(const AttentionParams& p) {
           {p.kv_heads * len * p.v_head_dim, p.v_head_dim, len * p.v_head_dim}};
 }
 
-__device__ __forceinline__ float2 load_shared_float2(uint32_t address) {
-  float2 v;
-  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];\n" : "=f"(v.x), "=f"(v.y) : "r"(address) : "memory");
-  return v;
-}
-
 }  // namespace ortplugins

@@ -53,6 +53,9 @@ bool attention_wgmma_supports_rows(const AttentionParams& params, const DeviceIn
 bool attention_wgmma_split_supports(const AttentionParams& params, const DeviceInfo& device);
 int64_t attention_wgmma_split_workspace(const AttentionParams& params, const DeviceInfo& device);
 Status launch_attention_wgmma_split(const AttentionParams& params, const ExecContext& context);
+bool attention_short_supports(const AttentionParams& params, const DeviceInfo& device, int64_t len);  // of at most `len` keys
+Status launch_attention_short_80(const AttentionParams& params, const ExecContext& context);
+Status launch_attention_short_128(const AttentionParams& params, const ExecContext& context);
 Status launch_attention_wgmma_256x40(const AttentionParams& params, const ExecContext& context);
 Status launch_attention_wgmma_256x64(const AttentionParams& params, const ExecContext& context);
 Status launch_attention_wgmma_256x72(const AttentionParams& params, const ExecContext& context);
