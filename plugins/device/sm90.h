@@ -161,12 +161,6 @@ __device__ __forceinline__ uint64_t wgmma_descriptor(uint32_t smem, int leading_
   return kSwizzle128 | (static_cast<uint64_t>(stride_bytes >> 4) << 32) | (static_cast<uint64_t>(leading_bytes >> 4) << 16) |
          ((smem & 0x3ffff) >> 4);
 }
-// The same along k, of rows of 32 or 64 bytes with the swizzle of that width, aligned to eight of them.
-template <int kRowBytes>
-__device__ __forceinline__ uint64_t wgmma_tail_descriptor(uint32_t smem) {
-  constexpr uint64_t kSwizzle = uint64_t{kRowBytes == 32 ? 3 : 2} << 62;
-  return kSwizzle | (static_cast<uint64_t>(8 * kRowBytes >> 4) << 32) | (uint64_t{1} << 16) | ((smem & 0x3ffff) >> 4);
-}
 // The descriptor of a tile `bytes` behind. Sums of descriptors are cheap where the compiler sees that they are the same in all lanes, as
 // it does of stages and of warpgroups whose index went through a shuffle: then they stay in uniform registers, which wgmma takes.
 __device__ __forceinline__ uint64_t wgmma_descriptor_at(uint64_t descriptor, int bytes) {

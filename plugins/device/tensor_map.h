@@ -42,12 +42,12 @@ inline bool tensor_map_allows(const void* base, int64_t row_bytes, int64_t rows,
 }
 
 // `rank` (up to 5) dimensions, innermost first; strides in elements of dimensions 1 and up. The box is what one copy
-// brings; its rows are as long as the swizzle, 128 bytes unless it is said otherwise. `promotion`: what L2 reads of memory at least. 256 bytes help where blocks share
-// what they read; what is read once streams faster with 128 (H200: 4.4 instead of 4.0 TB/s).
+// brings; its rows are up to 128 bytes, swizzled, and lie 128 bytes apart: what is left of shorter ones is not written.
+// `promotion`: what L2 reads of memory at least. 256 bytes help where blocks share what they read; what is read once streams
+// faster with 128 (H200: 4.4 instead of 4.0 TB/s).
 template <class T>
 Status encode_tensor_map(CUtensorMap* map, const T* base, int rank, const int64_t* dims, const int64_t* strides, const int* box,
-                         CUtensorMapL2promotion promotion = CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-                         CUtensorMapSwizzle swizzle = CU_TENSOR_MAP_SWIZZLE_128B) {
+                         CUtensorMapL2promotion promotion = CU_TENSOR_MAP_L2_PROMOTION_L2_256B) {
   const auto encoder = tensor_map_encoder();
   if (encoder == nullptr) return Status::unsupported("driver", "has no cuTensorMapEncodeTiled");
   cuuint64_t global_dims[5], global_strides[5];
@@ -60,7 +60,7 @@ Status encode_tensor_map(CUtensorMap* map, const T* base, int rank, const int64_
   }
   const auto encode = [&] {
     return encoder(map, tensor_map_type<T>(), static_cast<cuuint32_t>(rank), const_cast<T*>(base), global_dims, global_strides, box_dims,
-                   element_strides, CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle, promotion,
+                   element_strides, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, promotion,
                    CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   };
   CUresult result = encode();
