@@ -44,7 +44,7 @@ def _gemm() -> Iterator[tuple[Shapes, dict[str, Any]]]:
 
 
 def _attention() -> Iterator[tuple[Shapes, dict[str, Any]]]:
-    for queries, keys in ((96, 96), (1, 1024)):
+    for queries, keys in ((96, 96), (77, 77), (1, 1024)):
         for dim in (40, 48, 64, 80, 96, 128, 192, 256):
             for precision in ops.PRECISIONS:
                 q, kv = (2, queries, 4, dim), (2, keys, 2, dim)

@@ -97,6 +97,9 @@ struct WgmmaTile {
   static constexpr int kStagesQ = kBlocksPerSm * (smem_bytes(2) + 3072) <= 228 * 1024 ? 2 : 1;
   // Then results pass through the rows of their q, and the copy engine takes them out while the next item is under way.
   static constexpr bool kStoresTiles = kStagesQ == 2 && !kSplit;
+  // One lane of each consumer warp hands an item and its rows of q back. Where there is one slot, written again at once, each
+  // lane does that has read it: racecheck does not see that the others have, too.
+  static constexpr bool kAllHandBack = kStagesQ == 1;
   static constexpr int kSmemBytes = smem_bytes(kStagesQ);
   static_assert(kSmemBytes <= 227 * 1024);
 
@@ -559,7 +562,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm) attention_
     const int readers = (keys_mask ? 128 : 4) * Tile::kConsumers;
     for (int stage = 0; stage < kStagesQ; ++stage) {
       mbarrier_init(barriers.q_full(stage), 1);
-      mbarrier_init(barriers.q_empty(stage), 4 * Tile::kConsumers);
+      mbarrier_init(barriers.q_empty(stage), (Tile::kAllHandBack ? 128 : 4) * Tile::kConsumers);
       mbarrier_init(barriers.span_full(stage), 1);
     }
     for (int stage = 0; stage < kStages; ++stage) {
@@ -760,7 +763,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm) attention_
     // The item and its rows of q are not needed any more, but for results on their way.
     const auto release_rows = [&] {
       __syncwarp();
-      arrive(barriers.q_empty(q_state.stage));
+      if (Tile::kAllHandBack || lane_idx == 0) mbarrier_arrive(barriers.q_empty(q_state.stage));
     };
     const int first = uniform(tile.item.first), last = uniform(tile.item.last), row0 = uniform(tile.item.row0);
     const KeyBand bounds = item_band();
