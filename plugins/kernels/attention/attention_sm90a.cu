@@ -94,9 +94,10 @@ struct WgmmaTile {
   static constexpr int kBlocksPerSm = kConsumers > 1 || kSplit ? 1 : 3;
   // With room for a second tile of q, the loads of the next item start before this one ends. Barriers and what else lies in
   // static shared memory take up to 2 KB, the system takes 1.
-  static constexpr int kStagesQ = kBlocksPerSm * (smem_bytes(2) + 3072) <= 228 * 1024 ? 2 : 1;
+  // A block of a split has an item or two, and starts sooner with less shared memory to clear.
+  static constexpr int kStagesQ = !kSplit && kBlocksPerSm * (smem_bytes(2) + 3072) <= 228 * 1024 ? 2 : 1;
   // Then results pass through the rows of their q, and the copy engine takes them out while the next item is under way.
-  static constexpr bool kStoresTiles = kStagesQ == 2 && !kSplit;
+  static constexpr bool kStoresTiles = kStagesQ == 2;
   // One lane of each consumer warp hands an item and its rows of q back. Where there is one slot, written again at once, each
   // lane does that has read it: racecheck does not see that the others have, too.
   static constexpr bool kAllHandBack = kStagesQ == 1;
@@ -471,14 +472,16 @@ struct Softmax {
   }
 };
 
-// Calls copy(map, offset, column) for each block of 64 columns of a tile of `rows` rows, as far as there are columns.
-template <int kBlocks, class Copy>
+// Calls copy(map, offset, column) for each block of 64 columns of a tile of `rows` rows, as far as there are columns. Of a split
+// all: its boxes may reach past the rows, as neither the copy engine nor products are what limits it, and the fewer instructions
+// stand in front of the first copy the better.
+template <class Tile, class Copy>
 __device__ __forceinline__ void for_each_block(const TileMaps& maps, int rows, Copy copy) {
 #pragma unroll
-  for (int block = 0; block < kBlocks; ++block) {
+  for (int block = 0; block < Tile::kDimBlocks; ++block) {
     const int column = block * 64;
     const uint32_t offset = static_cast<uint32_t>(block * rows * 128);
-    if (column + 64 <= maps.dim) {
+    if (Tile::kSplit || column + 64 <= maps.dim) {
       copy(&maps.wide, offset, column);
     } else if (column < maps.dim) {
       copy(&maps.last, offset, column);
@@ -497,7 +500,7 @@ __device__ __forceinline__ void prefetch_first_keys(const WgmmaLaunch& w) {
   const int last = min(item.last, item.first + 2 * Tile::kBlockN);
   for (int j0 = item.first; j0 < last; j0 += Tile::kBlockN) {
     for (const TileMaps* maps : {&w.k, &w.v}) {
-      for_each_block<Tile::kDimBlocks>(*maps, Tile::kBlockN, [&](const CUtensorMap* map, uint32_t, int column) {
+      for_each_block<Tile>(*maps, Tile::kBlockN, [&](const CUtensorMap* map, uint32_t, int column) {
         tma_prefetch_l2_4d(map, column, j0, item.kv_head, item.b);
       });
     }
@@ -547,16 +550,24 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm) attention_
   const int lane_idx = static_cast<int>(threadIdx.x) % 32;
   const bool keys_mask = w.mask_tiles == MaskTiles::kKeys;
   const bool mask_tiles = Tile::kRows && (w.mask_tiles == MaskTiles::kRows16 || w.mask_tiles == MaskTiles::kRowsBool);
-  constexpr int kColumns = (kDim + 15) / 16 * 16;  // that the products for scores read
-  // In a split also rows that no copy fills, so that their products are harmless.
-  clear_columns<Tile::kThreads>(sQ, Tile::kBytesQ, kStagesQ, kBlockM, Tile::kSplit ? 0 : w.q.dim, kColumns);
-  clear_columns<Tile::kThreads>(sK, Tile::kBytesK, kStages, kBlockN, w.k.dim, kColumns);
-  clear_columns<Tile::kThreads>(sV, Tile::kBytesK, kStages, kBlockN, w.v.dim, kDim);
+  if constexpr (Tile::kSplit) {
+    // Rows that no copy fills, so that their products are harmless.
+    for (int i = static_cast<int>(threadIdx.x); i < Tile::kBytesQ / 16; i += Tile::kThreads) store_shared_zero_16(sQ + i * 16);
+  } else {
+    constexpr int kColumns = (kDim + 15) / 16 * 16;  // that the products for scores read
+    clear_columns<Tile::kThreads>(sQ, Tile::kBytesQ, kStagesQ, kBlockM, w.q.dim, kColumns);
+    clear_columns<Tile::kThreads>(sK, Tile::kBytesK, kStages, kBlockN, w.k.dim, kColumns);
+    clear_columns<Tile::kThreads>(sV, Tile::kBytesK, kStages, kBlockN, w.v.dim, kDim);
+  }
   fence_async_proxy();
   if (threadIdx.x == 0) {
-    for (const TileMaps* maps : {&w.q, &w.k, &w.v, &w.y}) {
-      if (maps->dim >= 64) tma_prefetch(&maps->wide);
-      if (maps->dim % 64 != 0) tma_prefetch(&maps->last);
+    if constexpr (Tile::kSplit) {
+      for (const TileMaps* maps : {&w.q, &w.k, &w.v}) tma_prefetch(&maps->wide);
+    } else {
+      for (const TileMaps* maps : {&w.q, &w.k, &w.v, &w.y}) {
+        if (maps->dim >= 64) tma_prefetch(&maps->wide);
+        if (maps->dim % 64 != 0) tma_prefetch(&maps->last);
+      }
     }
     // One lane of each consumer warp hands a buffer back. Of a buffer with a mask of keys all do, as all have read it.
     const int readers = (keys_mask ? 128 : 4) * Tile::kConsumers;
@@ -606,14 +617,14 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm) attention_
           return;
         }
         mbarrier_arrive_expect(barriers.q_full(q_state.stage), w.q.bytes);
-        for_each_block<Tile::kDimBlocks>(w.q, kBlockM, [&](const CUtensorMap* map, uint32_t offset, int column) {
+        for_each_block<Tile>(w.q, kBlockM, [&](const CUtensorMap* map, uint32_t offset, int column) {
           tma_load_4d(sQ + q_state.stage * Tile::kBytesQ + offset, map, barriers.q_full(q_state.stage), column, tile.row0, h, b);
         });
         q_state.advance();
         for (int j0 = tile.first; j0 < tile.last; j0 += kBlockN) {
           mbarrier_wait(barriers.k_empty(state.stage), state.parity ^ 1);
           mbarrier_arrive_expect(barriers.k_full(state.stage), w.k.bytes + mask_blocks * kBlockM * 128);
-          for_each_block<Tile::kDimBlocks>(w.k, kBlockN, [&](const CUtensorMap* map, uint32_t offset, int column) {
+          for_each_block<Tile>(w.k, kBlockN, [&](const CUtensorMap* map, uint32_t offset, int column) {
             load_tile(sK + state.stage * Tile::kBytesK + offset, map, barriers.k_full(state.stage), column, j0, kv_head, b);
           });
           if constexpr (Tile::kRows) {
@@ -625,7 +636,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm) attention_
           }
           mbarrier_wait(barriers.v_empty(state.stage), state.parity ^ 1);
           mbarrier_arrive_expect(barriers.v_full(state.stage), w.v.bytes);
-          for_each_block<Tile::kDimBlocks>(w.v, kBlockN, [&](const CUtensorMap* map, uint32_t offset, int column) {
+          for_each_block<Tile>(w.v, kBlockN, [&](const CUtensorMap* map, uint32_t offset, int column) {
             load_tile(sV + state.stage * Tile::kBytesK + offset, map, barriers.v_full(state.stage), column, j0, kv_head, b);
           });
           state.advance();
@@ -1084,7 +1095,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm) attention_
       fence_async_proxy();
       __syncwarp();
       if (lane == 0 && out_row0 + warp_row < rows) {
-        for_each_block<Tile::kDimBlocks>(w.y, kBlockM, [&](const CUtensorMap* map, uint32_t offset, int column) {
+        for_each_block<Tile>(w.y, kBlockM, [&](const CUtensorMap* map, uint32_t offset, int column) {
           tma_store_4d(map, sY + offset, column, out_row0 + warp_row, out_h, out_b);
         });
         tma_store_commit();
@@ -1215,10 +1226,10 @@ Status launch_wgmma_typed(const AttentionParams& params, const ExecContext& cont
       return encode_tensor_map(map, static_cast<const T*>(base), 4, dims, strides, box,
                                Tile::kSplit ? CU_TENSOR_MAP_L2_PROMOTION_L2_128B : CU_TENSOR_MAP_L2_PROMOTION_L2_256B);
     };
-    maps->dim = static_cast<int>(dim);
+    maps->dim = static_cast<int>(Tile::kSplit ? Tile::kDim : dim);
     maps->bytes = rows * box_heads * maps->dim * 2;
-    if (dim >= 64) ORTPLUGINS_RETURN_IF_ERROR(encode_box(&maps->wide, 64));
-    return dim % 64 == 0 ? Status{} : encode_box(&maps->last, maps->dim % 64);
+    if (maps->dim >= 64) ORTPLUGINS_RETURN_IF_ERROR(encode_box(&maps->wide, 64));
+    return maps->dim % 64 == 0 ? Status{} : encode_box(&maps->last, maps->dim % 64);
   };
   // Results pass through the rows of q: if they are wider, zeros must come there anew.
   const int64_t dim = Tile::kStoresTiles ? std::max(p.head_dim, p.v_head_dim) : p.head_dim;
