@@ -10,6 +10,9 @@ __device__ __forceinline__ uint32_t smem_address(const void* p) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(p));
 }
 
+// Asks for the line of p in L2, where a later load finds it.
+__device__ __forceinline__ void prefetch_l2(const void* p) { asm volatile("prefetch.global.L2 [%0];\n" ::"l"(p)); }
+
 // Copies `bytes` (0 to 16) from 16-byte aligned `gmem` and fills the rest of the 16 bytes with zeros; with 0 bytes
 // nothing is read, so a pointer outside the tensor does no harm. Goes through L2 only.
 __device__ __forceinline__ void cp_async_16(uint32_t smem, const void* gmem, int bytes = 16) {

@@ -43,9 +43,6 @@ struct LayerGrid {
 
 #if defined(__CUDACC__)
 
-// Asks for the line of p in L2, where a later load finds it.
-__device__ __forceinline__ void prefetch_l2(const void* p) { asm volatile("prefetch.global.L2 [%0];\n" ::"l"(p)); }
-
 // Stages in shared memory, in number known at run time: the barriers of each, `full` ones first.
 struct Ring {
   uint32_t barriers;
@@ -132,6 +129,25 @@ struct LayerExchange {
     }
   }
   __device__ __forceinline__ void wait(int batch) const { mbarrier_wait(barrier(batch), 0); }
+  // Adds up the sums of all layers in their order, `count` pieces of four floats, `piece_bytes` apart. Own ones lie at `own`, those that
+  // have come `at` bytes behind their place.
+  template <int kCount>
+  __device__ __forceinline__ void add_up(float (&v)[kCount], const char* own, const char* smem_generic, int at, int count,
+                                         int piece_bytes) const {
+#pragma unroll 1
+    for (int from = 0; from < layers; ++from) {
+      const char* const pieces = from == layer ? own : smem_generic + place(from, layer) + at;
+#pragma unroll
+      for (int i = 0; i < kCount / 4; ++i) {
+        if (i >= count) continue;
+        const float4 x = *reinterpret_cast<const float4*>(pieces + i * piece_bytes);
+        v[4 * i] += x.x;
+        v[4 * i + 1] += x.y;
+        v[4 * i + 2] += x.z;
+        v[4 * i + 3] += x.w;
+      }
+    }
+  }
 
  private:
   __device__ __forceinline__ uint32_t barrier(int batch) const { return barriers + 8 * (warp_idx * kBatches + batch); }

@@ -220,19 +220,8 @@ struct SplitGemm {
     for (int piece = 0; piece < pieces; piece += kBatch) {
       exchange.wait(piece / kBatch);
       float v[4 * kBatch] = {};
-#pragma unroll 1
-      for (int other = 0; other < layers; ++other) {
-        const char* const from = smem_generic + (other == layer ? layer * part_bytes + warp_offset : exchange.place(other, layer)) + 16 * lane_idx;
-#pragma unroll
-        for (int i = 0; i < kBatch; ++i) {
-          if (piece + i >= pieces) continue;
-          const float4 x = *reinterpret_cast<const float4*>(from + (piece + i) * kPieceBytes);
-          v[4 * i] += x.x;
-          v[4 * i + 1] += x.y;
-          v[4 * i + 2] += x.z;
-          v[4 * i + 3] += x.w;
-        }
-      }
+      const int at = 16 * lane_idx + piece * kPieceBytes;
+      exchange.add_up(v, smem_generic + layer * part_bytes + warp_offset + at, smem_generic, at, pieces - piece, kPieceBytes);
 #pragma unroll
       for (int i = 0; i < kBatch; ++i) {
         const float2 b = *reinterpret_cast<const float2*>(bias + (first_col - first_n + 8 * (piece + i < pieces ? piece + i : 0) + 2 * t));

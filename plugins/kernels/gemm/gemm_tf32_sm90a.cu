@@ -274,19 +274,9 @@ struct Tf32Gemm {
         }
       }
       float v[kBatch][4] = {};
-#pragma unroll 1
-      for (int other = 0; other < layers; ++other) {
-        const char* const from = other == layer ? own_slots + slot_begin * kSlotBytes : smem_generic + exchange.place(other, layer) + 16 * lane_idx;
-#pragma unroll
-        for (int i = 0; i < kBatch; ++i) {
-          if (slot + i >= slot_end) continue;
-          const float4 x = *reinterpret_cast<const float4*>(from + (slot + i - slot_begin) * kSlotBytes);
-          v[i][0] += x.x;
-          v[i][1] += x.y;
-          v[i][2] += x.z;
-          v[i][3] += x.w;
-        }
-      }
+      float(&flat)[4 * kBatch] = reinterpret_cast<float(&)[4 * kBatch]>(v);
+      exchange.add_up(flat, own_slots + slot * kSlotBytes, smem_generic, 16 * lane_idx + (slot - slot_begin) * kSlotBytes,
+                      slot_end - slot, kSlotBytes);
       const auto finish = [&](float(&x)[4], const float4& r) {
         x[0] = p.alpha * x[0] + bias[0] + r.x;
         x[1] = p.alpha * x[1] + bias[1] + r.y;
@@ -315,17 +305,14 @@ struct Tf32Gemm {
           continue;
         }
       } else {
-        activate_all<__half>(reinterpret_cast<float(&)[4 * kBatch]>(v), p.activation);  // 2^-21 off, which is lost in the roundings of tf32
+        activate_all<__half>(flat, p.activation);  // 2^-21 off, which is lost in the roundings of tf32
       }
 #pragma unroll
       for (int i = 0; i < kBatch; ++i) {
         if (slot + i < slot_end) store(i, v[i]);
       }
     }
-    if (layers > 1) {  // copies may still read this block's sums
-      cluster_arrive_relaxed();
-      cluster_wait();
-    }
+    if (layers > 1) cluster_sync_relaxed();  // copies may still read this block's sums
   }
 };
 
