@@ -169,6 +169,25 @@ def garbage_behind_lengths(inputs: Inputs) -> None:
         inputs[V][b, max(0, length) :] = np.nan
 
 
+def mask_values(*, row: int, key: int, value: float) -> Callable[[Inputs], None]:
+    """One value of the mask, the same in all sequences and heads."""
+
+    def spoil(inputs: Inputs) -> None:
+        inputs[MASK][..., row, key] = value
+
+    return spoil
+
+
+def steep(inputs: Inputs) -> None:
+    """Values of the mask in thousands: the largest one of a row takes all the weight."""
+    inputs[MASK][...] *= inputs[MASK].dtype.type(2000)
+
+
+def largest_value(inputs: Inputs) -> None:
+    """One value that nothing else of its row comes near, and that is infinite in float32 if multiplied by 8."""
+    inputs[MASK][..., 9, 200] = 6e4 if inputs[MASK].dtype == np.float16 else 1e38
+
+
 def padding(inputs: Inputs) -> None:
     """Sequence 0 is padded on both sides, 1 not at all, 2 has a few keys, 3 has a hole."""
     mask = inputs[MASK]
@@ -365,7 +384,41 @@ CASES = [
             ((80,), 64, {}, None),
             ((2, 1, 1, 127), 64, {}, masked_sequence),
             ((2, 1, 1, 128), 64, {"is_causal": 1}, masked_sequence),
+            # rows that start anywhere, at every second element, and at multiples of 16 bytes
+            ((70, 77), 64, {"is_causal": 1}, None),
+            ((2, 3, 70, 78), 40, {}, None),
+            ((2, 1, 70, 80), 64, {"window": 30}, None),
+            ((2, 3, 70, 127), 64, {}, masked_sequence),
+            ((1, 3, 70, 128), 64, {}, None),
         )
+    ),
+    Case(
+        "one_tile_mask_rows_lengths",
+        b=2,
+        heads=2,
+        sq=70,
+        sk=128,
+        mask=(2, 1, 70, 100),
+        mask_kind="add",
+        total_lengths=(128, 90),
+    ),
+    Case("one_tile_mask_rows_steep", heads=2, sq=70, sk=128, mask=(70, 128), mask_kind="add", spoil=steep),
+    Case(
+        "one_tile_mask_rows_garbage",
+        heads=2,
+        sq=70,
+        sk=128,
+        mask=(70, 128),
+        mask_kind="-inf",
+        spoil=nan_key_that_is_masked,
+    ),
+    Case("one_tile_mask_steep", heads=2, sq=70, sk=128, mask=(128,), mask_kind="add", spoil=steep),
+    *(
+        # padding at either end and holes, of zeros and of something added
+        Case(
+            f"one_tile_padding_{kind}", b=4, heads=2, sq=70, sk=128, mask=(4, 1, 1, 128), mask_kind=kind, spoil=padding
+        )
+        for kind in ("bool", "-inf", "lowest")
     ),
     # Maxima that grow with every tile of keys, by a few and by hundreds, in all rows or in one
     *(
@@ -395,7 +448,9 @@ CASES = [
             (256, 30, "_softcap", {"softcap": 200.0}, None),
         )
     ),
-    Case("rising_decode", b=2, heads=8, kv_heads=2, sq=3, sk=900, d=128, spoil=rising(30), dtypes=("float16", "bfloat16")),
+    Case(
+        "rising_decode", b=2, heads=8, kv_heads=2, sq=3, sk=900, d=128, spoil=rising(30), dtypes=("float16", "bfloat16")
+    ),
     # Whole tiles of padding in front of the keys and behind them, none, and nothing else
     *(
         Case(
@@ -549,6 +604,31 @@ CASES = [
         )
         for kind in ("bool", "-inf")
     ),
+    # Masks added by products: scales that are no powers of two, values that are infinite or become so
+    *masks("mask_rows_factor", [(140, 272), (2, 3, 140, 272)], b=2, heads=3, sq=140, sk=272, d=128),
+    *(
+        Case(
+            f"mask_rows_{name}_d{d}",
+            heads=2,
+            sq=140,
+            sk=272,
+            d=d,
+            mask=(140, 272),
+            mask_kind="add",
+            attrs=attrs,
+            spoil=spoil,
+        )
+        for d in (64, 128)
+        for name, attrs, spoil in (
+            ("scaled", {"scale": 0.3}, None),
+            ("scaled_up", {"scale": 20.0}, scaled(q=0.05)),
+            ("infinity", {}, mask_values(row=37, key=200, value=-np.inf)),
+            ("infinity_first", {}, mask_values(row=5, key=0, value=-np.inf)),
+            ("steep", {}, steep),
+            ("largest", {}, largest_value),
+        )
+    ),
+    Case("mask_rows_lowest_d128", heads=2, sq=70, sk=272, d=128, mask=(70, 272), mask_kind="lowest", spoil=lowest_row),
     Case("mask_rows_lowest", heads=2, sq=70, sk=144, d=64, mask=(70, 144), mask_kind="lowest", spoil=lowest_row),
     Case("mask_rows_softcap", heads=2, sq=70, sk=144, d=64, mask=(70, 144), mask_kind="-inf", attrs={"softcap": 5.0}),
     Case(

@@ -208,8 +208,9 @@ bool supports_wgmma_rows(const AttentionParams& p, const DeviceInfo& device) {
   return attention_wgmma_supports_rows(p, device, kDim);
 }
 // All keys in one tile of `kLen`. H200, heads of 64, us, the row of 128 and the best without it: 1 x 12 x 128 2.4 and 4.1,
-// 8 x 12 x 128 3.3 and 4.9, with a mask of keys 3.8 and 6.9, 256 x 12 x 128 52.7 and 60.3. The row of 80, that of 128 and the
-// best without them: 32 x 12 x 77, causal, 5.4, 6.4 and 8.5, 2 x 10 x 4096 queries of 77 keys 8.0, 9.9 and 14.7.
+// 8 x 12 x 128 3.3 and 4.9, 256 x 12 x 128 52.7 and 60.3. The row of 80, that of 128 and the best without them: 32 x 12 x 77,
+// causal, 5.4, 6.4 and 8.5, 2 x 10 x 4096 queries of 77 keys 8.0, 9.9 and 14.7. With a bias, from memory: 1 x 12 x 128 2.8 and
+// 5.1, 8 x 12 x 128 4.7 and 5.9, 32 x 12 x 77, causal, 9.0 and 16.1.
 template <int64_t kLen>
 bool supports_short(const AttentionParams& p, const DeviceInfo& device) {
   return attention_short_supports(p, device, kLen);

@@ -15,7 +15,8 @@
 //     another is in its softmax. Some tiles do better without: warpgroups that drift apart start and end items at different
 //     times.
 // What remains: while the tensor cores multiply, exponentials take 13 cycles a warp instead of 8, and each instruction of the
-// FMA pipe takes a cycle from the products. So a polynomial in place of a quarter of the exponentials takes 10 % more time.
+// FMA pipe takes a cycle from the products. So a polynomial in place of a quarter of the exponentials takes 10 % more time,
+// and heads of 40 would take only 8 % less without any scaling or sums: what limits them is exponentials beside products.
 //
 // At the end of an item a consumer has much to do that is not products: the producer decodes items for them, and results go
 // out by TMA, by way of the shared memory of their q.
@@ -173,10 +174,6 @@ struct alignas(16) WgmmaItemSlot {
   KeyBand band;
 };
 
-__device__ __forceinline__ KeyBand item_band(const WgmmaLaunch& w, int b) {
-  return w.a.p.total_lengths == nullptr ? w.band : key_band(w.a.p, b);
-}
-
 template <class Tile>
 __device__ __forceinline__ WgmmaItem split_item(const WgmmaLaunch& w, unsigned index, KeyBand* band) {
   const unsigned splits = static_cast<unsigned>(w.a.splits), kv_heads = static_cast<unsigned>(w.a.p.kv_heads);
@@ -187,7 +184,7 @@ __device__ __forceinline__ WgmmaItem split_item(const WgmmaLaunch& w, unsigned i
   item.kv_head = static_cast<int>(head % kv_heads);
   item.h = item.kv_head * w.a.group;
   item.row0 = 0;
-  *band = item_band(w, item.b);
+  *band = sequence_band(w.a.p, w.band, item.b);
   const int first = band->first(0), last = band->last(static_cast<int>(w.a.p.q_len) - 1);
   const int tiles = max(0, last - first + Tile::kBlockN - 1) / Tile::kBlockN;
   const int part = (tiles + w.a.splits - 1) / w.a.splits * Tile::kBlockN;
@@ -225,8 +222,9 @@ __device__ __forceinline__ void for_each_item(const WgmmaLaunch& w, Visit visit)
     item.h = w.batch_inner ? outer_idx : inner_idx;
     item.split = 0;
     item.kv_head = static_cast<int>(w.group.quotient(static_cast<unsigned>(item.h)));
-    const KeyBand band = item_band(w, item.b);
-    item.first = band.first(item.row0);
+    const KeyBand band = sequence_band(w.a.p, w.band, item.b);
+    // The columns of a box must start at a multiple of 16 bytes, which those of a mask are then.
+    item.first = Tile::kRows ? band.first(item.row0) & ~15 : band.first(item.row0);
     item.last = band.last(min(item.row0 + kBlockM, rows) - 1);
     visit(item, band, round);
   }
@@ -246,26 +244,6 @@ __device__ __forceinline__ void transpose_quad(uint32_t (&r)[4], int t) {
   }
 }
 
-template <class T>
-__device__ __forceinline__ float2 unpack_half2(uint32_t bits);
-template <>
-__device__ __forceinline__ float2 unpack_half2<__half>(uint32_t bits) { return __half22float2(*reinterpret_cast<const __half2*>(&bits)); }
-template <>
-__device__ __forceinline__ float2 unpack_half2<__nv_bfloat16>(uint32_t bits) {
-  return make_float2(__uint_as_float(bits << 16), __uint_as_float(bits & 0xffff0000U));
-}
-
-// 0 * x + y of two halves; not 0 once an x was infinite or NaN.
-template <class T>
-__device__ __forceinline__ uint32_t times_zero_plus(uint32_t x, uint32_t y) {
-  if constexpr (std::is_same_v<T, __half>) {
-    asm("fma.rn.f16x2 %0, %1, %2, %0;\n" : "+r"(y) : "r"(x), "r"(0));
-  } else {
-    asm("fma.rn.bf16x2 %0, %1, %2, %0;\n" : "+r"(y) : "r"(x), "r"(0));
-  }
-  return y;
-}
-
 // Read where it is needed, so that neither it nor what depends on it holds a register of a consumer meanwhile.
 __device__ __forceinline__ int lane_in_place() {
   int lane_idx;
@@ -273,20 +251,11 @@ __device__ __forceinline__ int lane_in_place() {
   return lane_idx;
 }
 
-__device__ __forceinline__ void store_shared_zero_16(uint32_t address) {
-  asm volatile("st.shared.v4.u32 [%0], {%1, %1, %1, %1};\n" ::"r"(address), "r"(0) : "memory");
-}
-__device__ __forceinline__ uint32_t load_shared_u16(uint32_t address) {
-  uint16_t v;
-  asm volatile("ld.shared.u16 %0, [%1];\n" : "=h"(v) : "r"(address) : "memory");
-  return v;
-}
-
 // The mask's value for one key in natural units (not log2).
 template <class T>
-__device__ __forceinline__ float key_mask_value(const WgmmaLaunch& w, int64_t offset) {
-  if (w.a.p.mask_dtype == DType::kBool) return static_cast<const uint8_t*>(w.a.p.mask)[offset] != 0 ? 0.0F : -INFINITY;
-  return to_float(static_cast<const T*>(w.a.p.mask)[offset]);
+__device__ __forceinline__ float key_mask_value(const AttentionParams& p, int64_t offset) {
+  if (p.mask_dtype == DType::kBool) return static_cast<const uint8_t*>(p.mask)[offset] != 0 ? 0.0F : -INFINITY;
+  return to_float(static_cast<const T*>(p.mask)[offset]);
 }
 
 // What one lane has seen of a row of the mask.
@@ -340,7 +309,7 @@ __device__ __forceinline__ KeySpan key_span(const WgmmaLaunch& w, int64_t row, i
     float values[kLoads];
 #pragma unroll
     for (int i = 0; i < kLoads; ++i) {
-      values[i] = j + 32 * i < last ? key_mask_value<T>(w, row + (j + 32 * i) * p.mask_stride_key) : -INFINITY;
+      values[i] = j + 32 * i < last ? key_mask_value<T>(p, row + (j + 32 * i) * p.mask_stride_key) : -INFINITY;
     }
 #pragma unroll
     for (int i = 0; i < kLoads; ++i) count.see(j + 32 * i, values[i]);
@@ -514,7 +483,7 @@ __device__ __forceinline__ void clear_columns(uint32_t tiles, int tile_bytes, in
   for (int chunk = first / 8; chunk < last / 8; ++chunk) {
     for (int i = static_cast<int>(threadIdx.x); i < stages * rows; i += kThreads) {
       const int stage = i / rows, row = i - stage * rows;
-      store_shared_zero_16(tiles + stage * tile_bytes + (chunk / 8 * rows + row) * 128 + (chunk % 8 ^ row % 8) * 16);
+      store_shared(tiles + stage * tile_bytes + (chunk / 8 * rows + row) * 128 + (chunk % 8 ^ row % 8) * 16, uint4{});
     }
   }
 }
@@ -525,7 +494,7 @@ __device__ __forceinline__ void clear_columns_of_rows(uint32_t rows, int first) 
   const int row = lane_in_place();
   if (row < 16) {
     for (int chunk = first / 8; chunk < (Tile::kDim + 15) / 16 * 2; ++chunk) {
-      store_shared_zero_16(rows + (chunk / 8 * Tile::kBlockM + row) * 128 + (chunk % 8 ^ row % 8) * 16);
+      store_shared(rows + (chunk / 8 * Tile::kBlockM + row) * 128 + (chunk % 8 ^ row % 8) * 16, uint4{});
     }
   }
   fence_async_proxy();
@@ -552,7 +521,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm) attention_
   const bool mask_tiles = Tile::kRows && (w.mask_tiles == MaskTiles::kRows16 || w.mask_tiles == MaskTiles::kRowsBool);
   if constexpr (Tile::kSplit) {
     // Rows that no copy fills, so that their products are harmless.
-    for (int i = static_cast<int>(threadIdx.x); i < Tile::kBytesQ / 16; i += Tile::kThreads) store_shared_zero_16(sQ + i * 16);
+    for (int i = static_cast<int>(threadIdx.x); i < Tile::kBytesQ / 16; i += Tile::kThreads) store_shared(sQ + i * 16, uint4{});
   } else {
     constexpr int kColumns = (kDim + 15) / 16 * 16;  // that the products for scores read
     clear_columns<Tile::kThreads>(sQ, Tile::kBytesQ, kStagesQ, kBlockM, w.q.dim, kColumns);
@@ -633,6 +602,12 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm) attention_
               tma_load_4d(sMask + state.stage * Tile::kBytesMask + block * kBlockM * 128, &w.mask, barriers.k_full(state.stage),
                           j0 + block * mask_block, tile.row0, mask_h, mask_b);
             }
+            // A mask is larger than k and v, and is read for the first time, and large tiles have room for two stages only.
+            if constexpr (Tile::kConsumers == 2) {
+              for (int block = 0; block < mask_blocks && j0 + 2 * kBlockN < tile.last; ++block) {
+                tma_prefetch_l2_4d(&w.mask, j0 + 2 * kBlockN + block * mask_block, tile.row0, mask_h, mask_b);
+              }
+            }
           }
           mbarrier_wait(barriers.v_empty(state.stage), state.parity ^ 1);
           mbarrier_arrive_expect(barriers.v_full(state.stage), w.v.bytes);
@@ -673,7 +648,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm) attention_
 #pragma unroll
           for (int i = 0; i < kBlockN; i += 32) {
             const int j = j0 + i + lane_idx;
-            values[i / 32] = span.clean == 0 && j < tile.last ? key_mask_value<T>(w, row + j * p.mask_stride_key) : 0.0F;
+            values[i / 32] = span.clean == 0 && j < tile.last ? key_mask_value<T>(p, row + j * p.mask_stride_key) : 0.0F;
           }
         };
         load_values(tile.first);
@@ -771,8 +746,10 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm) attention_
       out_row0 = uniform(tile.item.row0);
       out_split = uniform(tile.item.split);
     };
-    // The item and its rows of q are not needed any more, but for results on their way.
+    // The item and its rows of q are not needed any more, unless results pass through them.
     const auto release_rows = [&] {
+      if constexpr (Tile::kStoresTiles) return;
+      read_place();
       __syncwarp();
       if (Tile::kAllHandBack || lane_idx == 0) mbarrier_arrive(barriers.q_empty(q_state.stage));
     };
@@ -1005,11 +982,8 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm) attention_
           pack_weights();
         }
         int behind = 0;
-        if constexpr (!Tile::kStoresTiles) {
-          behind = tiles_behind();
-          read_place();
-          release_rows();
-        }
+        if constexpr (!Tile::kStoresTiles) behind = tiles_behind();
+        release_rows();
         mbarrier_wait(barriers.v_full(v_state.stage), v_state.parity);
         issue_values(v_state.stage);
         wgmma_wait<0>();
@@ -1019,18 +993,12 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm) attention_
         if constexpr (Tile::kStoresTiles) behind = tiles_behind();
         for (; behind > 0; --behind) skip(true);
       } else {
-        if constexpr (!Tile::kStoresTiles) {
-          read_place();
-          release_rows();
-        }
+        release_rows();
         release_last_rows();
         for (int j0 = first; j0 < last; j0 += kBlockN) skip(j0 != first);
       }
     } else {
-      if constexpr (!Tile::kStoresTiles) {
-        read_place();
-        release_rows();
-      }
+      release_rows();
       release_last_rows();
     }
 
@@ -1148,8 +1116,6 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm) attention_
   }
   if (Tile::kStoresTiles && lane_idx == 0) tma_store_wait<0>();  // shared memory must last until then
 }
-
-bool mask_is_keys(const AttentionParams& p) { return p.mask_stride_seq == 0 || p.q_len == 1; }
 
 // What TMA asks of a mask whose rows differ.
 bool mask_allows_tma(const AttentionParams& p) {
@@ -1382,8 +1348,11 @@ Status launch_attention_wgmma_80(const AttentionParams& params, const ExecContex
 Status launch_attention_wgmma_96(const AttentionParams& params, const ExecContext& context) {
   return launch_wgmma<WgmmaTile<96, 128, 2, 2>, WgmmaTile<96, 128, 2, 2, Scores::kAny>>(params, context);
 }
+// A bias has a tile without what only softcap or other alignments need. H200, 16 heads, 8192 queries and keys, us: 1205, and 1180 as
+// L2 is asked for the mask two tiles ahead; with that tile 1247 and 1231.
 Status launch_attention_wgmma_128(const AttentionParams& params, const ExecContext& context) {
-  return launch_wgmma<WgmmaTile<128, 128, 2, 2>, WgmmaTile<128, 128, 2, 2, Scores::kAny>>(params, context);
+  return launch_wgmma<WgmmaTile<128, 128, 2, 2>, WgmmaTile<128, 128, 2, 2, Scores::kRows>, WgmmaTile<128, 128, 2, 2, Scores::kAny>>(
+      params, context);
 }
 Status launch_attention_wgmma_192(const AttentionParams& params, const ExecContext& context) {
   return launch_wgmma<WgmmaTile<192, 96, 2, 2>, WgmmaTile<192, 64, 2, 2, Scores::kAny>>(params, context);
