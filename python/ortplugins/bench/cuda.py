@@ -217,7 +217,6 @@ class Attention:
         (8, 12, 128, 64),
         (1, 12, 128, 64),
     )
-    MASKED = ((4, 16, 2048, 128), (4, 16, 2048, 64), (8, 12, 512, 64))
     HEAD_DIMS = (32, 40, 72, 80, 96, 160, 192, 256)
     FLOAT32 = ((4, 16, 2048, 64), (4, 16, 2048, 128), (8, 12, 512, 64), (8, 12, 128, 64), (1, 12, 128, 64))
     CACHES = (1024, 8192, 16384, 131072)
@@ -237,12 +236,13 @@ class Attention:
                 **more,
             }
 
-        problems = [problem(*s, causal) for s in cls.SHAPES for causal in (False, True)]
-        problems.append(problem(32, 12, 77, 64, True))
-        problems += [problem(*s, mask=mask) for s in cls.MASKED for mask in ("padding", "bias")]
-        jobs = [Job("attention", p, dtype) for p in problems for dtype in HALF_TYPES]
-        # The half types share their kernels: what differs by head size and cache is measured in one of them.
-        problems = [problem(4, 16, 2048, d) for d in cls.HEAD_DIMS]
+        text = (32, 12, 77, 64)  # of a text encoder
+        plain = [problem(*s) for s in cls.SHAPES]
+        causal = [problem(*s, True) for s in (*cls.SHAPES, text)]
+        masked, masked_causal = ([{**p, "mask": m} for p in ps for m in ("padding", "bias")] for ps in (plain, causal))
+        jobs = [Job("attention", p, dtype) for p in plain + causal + masked for dtype in HALF_TYPES]
+        # The half types share their kernels: what differs by head size, cache and both masks is measured in one of them.
+        problems = masked_causal + [problem(4, 16, 2048, d) for d in cls.HEAD_DIMS]
         problems += [problem(b, 32, 1, 128, kv_heads=8, kv_len=n) for b in (1, 16) for n in cls.CACHES]
         jobs += [Job("attention", p, "float16") for p in problems]
         return jobs + [
