@@ -27,7 +27,7 @@ from ..session import make_session
 from ..timing import Rounds, Timing
 from .chains import chains
 from .records import IN_SESSION, ChoiceRecord, Record, environment
-from .workloads import WORKLOADS
+from .workloads import WORKLOADS, key_lengths
 
 try:
     import torch
@@ -260,7 +260,7 @@ class Attention:
             for _ in range(2)
         )
         if p["mask"] == "padding":
-            lengths = torch.linspace(p["kv_len"] // 2, p["kv_len"], p["batch"], device="cuda").long()
+            lengths = torch.tensor(key_lengths(p), device="cuda")
             return [q, k, v, (torch.arange(p["kv_len"], device="cuda") < lengths[:, None])[:, None, None, :]]
         if p["mask"] == "bias":
             return [q, k, v, torch.randn(1, p["heads"], p["q_len"], p["kv_len"], device="cuda", dtype=dtype)]
@@ -329,9 +329,7 @@ def device_tensor(tensor: torch.Tensor | None) -> native.DeviceTensor | None:
     return native.DeviceTensor(tensor.data_ptr(), str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
 
 
-def our_call(
-    op: str, inputs: Tensors, attrs: dict[str, Any], out: torch.Tensor, variant: str | None = None
-) -> Call:
+def our_call(op: str, inputs: Tensors, attrs: dict[str, Any], out: torch.Tensor, variant: str | None = None) -> Call:
     """One launch on the current stream; everything that can be prepared is prepared here."""
     arguments, results = [device_tensor(t) for t in inputs], [device_tensor(out)]
     nbytes = native.workspace_bytes(op, arguments, results, attrs, variant=variant, device="cuda")

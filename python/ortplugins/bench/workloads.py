@@ -198,17 +198,39 @@ def _self_attention(batch: int, heads: int, length: int, head_dim: int) -> dict[
     }
 
 
+def key_lengths(p: Problem) -> list[int]:
+    """Keys of each sequence that its mask leaves: under ``padding`` from half of them to all."""
+    lengths = np.linspace(p["kv_len"] // 2 if p["mask"] == "padding" else p["kv_len"], p["kv_len"], p["batch"])
+    return lengths.astype(int).tolist()
+
+
+def _scores(p: Problem, keys: int) -> float:
+    """Scores of one head of a sequence with so many keys that no mask excludes."""
+    rows = min(p["q_len"], keys) if p["is_causal"] else 0  # from the first one on, until a row sees all keys
+    return rows * rows / 2 + (p["q_len"] - rows) * keys
+
+
+def _attention_flops(p: Problem) -> float:
+    return 4.0 * p["heads"] * p["head_dim"] * sum(_scores(p, keys) for keys in key_lengths(p))
+
+
+def _attention_bytes(p: Problem, size: int) -> float:
+    queries, keys = p["batch"] * p["heads"] * p["q_len"], p["kv_heads"] * sum(key_lengths(p))
+    mask = {
+        "none": 0.0,
+        "padding": p["batch"] * p["kv_len"],
+        "bias": size * p["heads"] * _scores(p, p["kv_len"]),
+    }
+    return 2.0 * size * p["head_dim"] * (queries + keys) + mask[p["mask"]]
+
+
 ATTENTION = Workload(
     FUSED_ATTENTION,
     _attention_inputs,
     _attention_stock,
     _attention_reference,
-    flops=lambda p: (
-        (2.0 if p["is_causal"] else 4.0) * p["batch"] * p["heads"] * p["q_len"] * p["kv_len"] * p["head_dim"]
-    ),
-    bytes=lambda p, size: (
-        2.0 * size * p["batch"] * p["head_dim"] * (p["heads"] * p["q_len"] + p["kv_heads"] * p["kv_len"])
-    ),
+    flops=_attention_flops,
+    bytes=_attention_bytes,
     attrs=lambda p: {"layout": _attention_layout(p)},
     cpu=[
         {**_self_attention(*s), "layout": layout}
